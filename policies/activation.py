@@ -1,0 +1,99 @@
+"""Activations as nodes of a PyTree: what a layer computes, and where it waits for the backward pass."""
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, PyTree
+
+T = TypeVar("T")
+
+
+class Placement(enum.StrEnum):
+    """Where an activation waits between the forward and the backward pass."""
+
+    DEVICE = "device"
+    HOST = "host"
+    RECOMPUTE = "recompute"
+
+    @classmethod
+    def parse(cls, value: "Placement | str") -> "Placement":
+        """`value` itself, or the placement that it spells. Raises ValueError on anything else."""
+        try:
+            return cls(value)
+        except ValueError:
+            choices = ", ".join(repr(p.value) for p in cls)
+            raise ValueError(f"placement {value!r} is not one of {choices}") from None
+
+
+class Activation(eqx.Module):
+    """One activation of a layer, annotated with its placement.
+
+    A layer calls it on the value it stands for, `q = self.query(q)`, and uses only the result
+    afterwards. Outside `policies.checkpoint` it is the identity.
+
+    `recomputable=False` marks a value that is kept wherever the rest goes: a scan keeps its carry, so
+    a block's input can wait on the device or on the host but can't be recomputed.
+    """
+
+    name: str = eqx.field(static=True)
+    placement: Placement = eqx.field(static=True, default=Placement.DEVICE, converter=Placement.parse)
+    recomputable: bool = eqx.field(static=True, default=True)
+    # The name in the traced program, unique in the model; given by `named` for the length of a call.
+    path: str | None = eqx.field(static=True, default=None)
+
+    def __call__(self, x: Array) -> Array:
+        return checkpoint_name(x, self.path or self.name)
+
+
+class Annotation(NamedTuple):
+    """A row of `activations`: the activation's path in the tree, and the activation."""
+
+    path: str
+    activation: Activation
+
+    @property
+    def placement(self) -> Placement:
+        return self.activation.placement
+
+
+def is_activation(node: Any) -> bool:
+    return isinstance(node, Activation)
+
+
+def path_string(path: tuple) -> str:
+    """A key path as dotted text: `layers.segments.0.attention.query`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def annotations(tree: PyTree) -> list[Annotation]:
+    """Every Activation in `tree` with its path, in the tree's order."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_activation)
+    return [Annotation(path_string(path), node) for path, node in flat if is_activation(node)]
+
+
+def map_activations(function: Callable[[str, Activation], Activation], tree: T) -> T:
+    """`tree` with each Activation replaced by `function(path, activation)`; nothing else is touched."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, node: function(path_string(path), node) if is_activation(node) else node,
+        tree,
+        is_leaf=is_activation,
+    )
+
+
+def named(tree: T) -> T:
+    """`tree` with every Activation called by its path in it, so that no two names of a program collide.
+
+    An Activation that has been given its path already keeps it: the outermost module decides. Models
+    call this on themselves when they are called; `policies.checkpoint` does for what it wraps.
+    """
+
+    def give(path: str, node: Activation) -> Activation:
+        if node.path is not None:
+            return node
+        return Activation(node.name, node.placement, node.recomputable, path or node.name)
+
+    return map_activations(give, tree)

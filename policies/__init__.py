@@ -1,1 +1,46 @@
 """Where activations wait for their backward pass: annotations, the policies that apply them, the proof."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .activation import Activation as Activation, Placement as Placement, named as named
+    from .placing import place as place, presets as presets
+    from .remat import checkpoint as checkpoint, policy as policy
+    from .residuals import (
+        Census as Census,
+        PlacementNotApplied as PlacementNotApplied,
+        activations as activations,
+        census as census,
+        check as check,
+    )
+
+# Loaded on first use, so that importing a single layer stays light.
+_ROOMS = {
+    "Activation": "activation",
+    "Placement": "activation",
+    "named": "activation",
+    "place": "placing",
+    "presets": "placing",
+    "checkpoint": "remat",
+    "policy": "remat",
+    "Census": "residuals",
+    "PlacementNotApplied": "residuals",
+    "activations": "residuals",
+    "census": "residuals",
+    "check": "residuals",
+}
+
+__all__ = list(_ROOMS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_ROOMS[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})

@@ -1,0 +1,57 @@
+"""Tables for terminals and notebooks."""
+
+import html
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+
+def format_bytes(count: int | float) -> str:
+    """`count` bytes in binary units with three significant digits: `1.50 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+class Table:
+    """A small table that prints itself: plain text for `str`, HTML in a notebook, rich in a console."""
+
+    def __init__(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", footer: str = ""):
+        self.columns = tuple(columns)
+        self.rows = [tuple(str(cell) for cell in row) for row in rows]
+        self.title = title
+        self.footer = footer
+
+    def __rich__(self) -> RichTable:
+        table = RichTable(title=self.title or None, caption=self.footer or None, box=box.SIMPLE_HEAD, title_justify="left")
+        for i, column in enumerate(self.columns):
+            numeric = bool(self.rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in self.rows)
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        for row in self.rows:
+            # Paths hold brackets now and then: text, not markup.
+            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        return table
+
+    def __str__(self) -> str:
+        # Wide enough for any path: text that is piped or logged must not lose columns to a narrow terminal.
+        out = io.StringIO()
+        Console(file=out, width=200, color_system=None, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows
+        )
+        title = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
+        footer = f"<p>{html.escape(self.footer)}</p>" if self.footer else ""
+        return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{footer}"

@@ -1,0 +1,150 @@
+"""Multi-head and grouped-query attention (Vaswani et al., 2017; Ainslie et al., 2023)."""
+
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from ..policies.activation import Activation
+from .linear import Linear, check_input, check_sizes
+from .norm import RMSNorm
+from .rotary import Rotary, Tables
+
+
+@jax.named_scope("dot_product_attention")
+def dot_product_attention(
+    query: Float[Array, "batch queries heads head_dim"],
+    key: Float[Array, "batch keys kv_heads head_dim"],
+    value: Float[Array, "batch keys kv_heads value_dim"],
+    mask: Bool[Array, "#batch queries keys"],
+    scale: float,
+) -> Float[Array, "batch queries heads value_dim"]:
+    """`softmax(scale * query key^T) value` over the keys that `mask` shows, softmax in float32.
+
+    Query head h reads kv head `h // (heads / kv_heads)`. The width of values may differ from that of keys. A
+    query that sees no key gives exactly zero, and zero gradients. Raises ValueError when the heads don't divide.
+    """
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"attention: {heads} query heads are not a multiple of {kv_heads} kv heads")
+    # Heads first, before the products: otherwise the backward pass transposes the probabilities, the largest array.
+    q = rearrange(query, "b s (k g) d -> b k g s d", k=kv_heads)
+    k = rearrange(key, "b t k d -> b k t d")
+    v = rearrange(value, "b t k d -> b k t d")
+    scores = jnp.einsum("bkgsd,bktd->bkgst", q, k, preferred_element_type=jnp.float32) * scale
+    # The lowest finite number, not -inf: a row without keys then has finite probabilities and gradients.
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    context = jnp.einsum("bkgst,bktd->bkgsd", probabilities, v)
+    sees_any = jnp.any(mask, axis=-1)[:, None, None, :, None]
+    return rearrange(jnp.where(sees_any, context, 0), "b k g s d -> b s (k g) d")
+
+
+class Attention(eqx.Module):
+    """Causal self-attention with `num_kv_heads` keys and values shared by groups of query heads.
+
+    `head_dim` is free: `num_heads * head_dim` may differ from the hidden size. `qk_norm="head"` normalises each
+    head's query and key (Qwen3, GLM-4.5), `"full"` the whole projection before the heads are split (OLMo-2).
+
+    Activations, each `[batch, sequence, heads, head_dim]`: `query`, `key` and `value` as the softmax uses them,
+    after norm and rotation, and `context`, the heads' output before the output projection.
+    """
+
+    query_projection: Linear
+    key_projection: Linear
+    value_projection: Linear
+    output_projection: Linear
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+    query: Activation
+    key: Activation
+    value: Activation
+    context: Activation
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    head_dim: int = eqx.field(static=True)
+    qk_norm: Literal["head", "full"] | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: Literal["head", "full"] | None = None,
+        norm_eps: float = 1e-6,
+        std: float = 0.02,
+        dtype: Any = jnp.float32,
+        key: PRNGKeyArray,
+    ):
+        """Raises ValueError when `num_kv_heads` doesn't divide `num_heads`, or a size or `qk_norm` is wrong."""
+        check_sizes(
+            "Attention", hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+        )
+        if num_heads % num_kv_heads:
+            raise ValueError(f"Attention: num_kv_heads ({num_kv_heads}) must divide num_heads ({num_heads})")
+        if qk_norm not in (None, "head", "full"):
+            raise ValueError(f"Attention: qk_norm must be None, 'head' or 'full', got {qk_norm!r}")
+        query_key, key_key, value_key, output_key = jax.random.split(key, 4)
+        query_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        options = {"use_bias": qkv_bias, "std": std, "dtype": dtype}
+        self.query_projection = Linear(hidden_size, query_size, key=query_key, **options)
+        self.key_projection = Linear(hidden_size, kv_size, key=key_key, **options)
+        self.value_projection = Linear(hidden_size, kv_size, key=value_key, **options)
+        self.output_projection = Linear(
+            query_size, hidden_size, use_bias=output_bias, std=std, dtype=dtype, key=output_key
+        )
+        # OLMo-2, the family with the norm over the whole projection, multiplies by the scale before it rounds.
+        sizes = {"head": (head_dim, head_dim), "full": (query_size, kv_size), None: (None, None)}[qk_norm]
+        self.query_norm, self.key_norm = (
+            None if size is None else RMSNorm(size, eps=norm_eps, dtype=dtype, downcast_first=qk_norm == "head")
+            for size in sizes
+        )
+        self.query = Activation("query")
+        self.key = Activation("key")
+        self.value = Activation("value")
+        self.context = Activation("context")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.qk_norm = qk_norm
+
+    def _heads(self, x: Array, projection: Linear, norm: RMSNorm | None) -> Array:
+        y = projection(x)
+        if norm is not None and self.qk_norm == "full":
+            y = norm(y)
+        y = rearrange(y, "b s (h d) -> b s h d", d=self.head_dim)
+        if norm is not None and self.qk_norm == "head":
+            y = norm(y)
+        return y
+
+    @jax.named_scope("attention")
+    def __call__(
+        self,
+        x: Float[Array, "batch sequence features"],
+        *,
+        tables: Tables | None,
+        rotary: Rotary | None,
+        mask: Bool[Array, "#batch sequence sequence"],
+    ) -> Float[Array, "batch sequence features"]:
+        """Same shape and dtype as `x`.
+
+        `tables` come from `rotary.tables` and, like `mask` (see `attention_mask`), are shared by all layers;
+        without `rotary` nothing is rotated. Raises ValueError unless `x` is floating
+        `[batch, sequence, hidden_size]`.
+        """
+        check_input("Attention", x, self.query_projection.weight.shape[1], rank=3)
+        query = self._heads(x, self.query_projection, self.query_norm)
+        key = self._heads(x, self.key_projection, self.key_norm)
+        if rotary is not None:
+            query, key = rotary.apply(query, tables), rotary.apply(key, tables)
+        query, key = self.query(query), self.key(key)
+        value = self.value(self._heads(x, self.value_projection, None))
+        context = self.context(dot_product_attention(query, key, value, mask, self.head_dim**-0.5))
+        return self.output_projection(rearrange(context, "b s h d -> b s (h d)"))

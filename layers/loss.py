@@ -1,0 +1,146 @@
+"""Cross-entropy from hidden states, a few tokens at a time, so that the full logits never exist."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
+
+IGNORED = -100
+
+# Scratch arrays are [chunk, vocab]: at most this many tokens, and at most an eighth of them, unless they are few.
+_CHUNK = 1024
+_SMALL_CHUNK = 128
+
+
+def cross_entropy(
+    hidden: Float[Array, "batch sequence features"],
+    head_weight: Float[Array, "vocab features"],
+    targets: Integer[Array, "batch sequence"],
+    *,
+    mask: Bool[Array, "batch sequence"] | None = None,
+    chunk: int | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The summed cross-entropy of `targets` under the logits `hidden @ head_weight.T`, and how many there are.
+
+    Sum and count are float32 scalars: add them over micro-batches and devices, then divide once. Logits are
+    accumulated in float32 from the dtype of `hidden`; the softmax is float32. The logits are computed `chunk`
+    tokens at a time in the forward pass and again in the backward pass, which keeps `hidden`, `head_weight`,
+    `targets` and one number per token. Reverse-mode derivatives only.
+
+    **Arguments:**
+
+    - `hidden`: what the head reads, after the final norm.
+    - `head_weight`: `[vocab, features]`; the embedding's weight when it is tied.
+    - `targets`: what each position should predict (already shifted), -100 where there is nothing to predict.
+        Another id outside the vocabulary makes the loss NaN; `check_tokens(..., ignored=-100)` finds it beforehand.
+    - `mask`: False ignores a position whatever its target.
+    - `chunk`: tokens per step; by default an eighth of them, between 128 and 1024.
+
+    Without any valid target the sum, the count and the gradients are zero. Raises ValueError for shapes that don't
+    fit, targets that aren't integers or a chunk below 1.
+    """
+    batch, sequence, features = hidden.shape
+    if head_weight.ndim != 2 or head_weight.shape[1] != features:
+        raise ValueError(
+            f"cross_entropy: head_weight must be [vocab, {features}], as hidden has {features} features, "
+            f"got {list(head_weight.shape)}"
+        )
+    if targets.shape != (batch, sequence) or not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(
+            f"cross_entropy: targets must be integers [{batch}, {sequence}] like hidden, "
+            f"got {targets.dtype}{list(targets.shape)}"
+        )
+    if chunk is None:
+        chunk = min(_CHUNK, max(_SMALL_CHUNK, batch * sequence // 8))
+    elif chunk < 1:
+        raise ValueError(f"cross_entropy: chunk must be 1 token or more, got {chunk!r}")
+    if mask is not None:
+        targets = jnp.where(mask, targets, IGNORED)
+    count = jnp.sum(targets != IGNORED, dtype=jnp.float32)
+    if chunk < batch:
+        hidden, targets = hidden.reshape(1, batch * sequence, features), targets.reshape(1, batch * sequence)
+    # Chunks run along the sequence: the batch axis stays whole, and so stays sharded over devices.
+    width = max(1, min(chunk // hidden.shape[0], hidden.shape[1]))
+    return _summed(width, hidden, head_weight, targets), count
+
+
+def _window(step: Array, width: int, hidden: Array, targets: Array) -> tuple[Array, Array, Array]:
+    """The start, hidden states and targets of a step. The last window overlaps the one before when it must."""
+    begin = step * width
+    start = jnp.minimum(begin, hidden.shape[1] - width)
+    states = jax.lax.dynamic_slice_in_dim(hidden, start, width, axis=1)
+    labels = jax.lax.dynamic_slice_in_dim(targets, start, width, axis=1)
+    labels = jnp.where(start + jnp.arange(width) >= begin, labels, IGNORED)  # no token counts twice
+    return start, states, labels
+
+
+def _logits(states: Array, weight: Array) -> Array:
+    return jnp.einsum("bsd,vd->bsv", states, weight.astype(states.dtype), preferred_element_type=jnp.float32)
+
+
+def _is_target(labels: Array, vocab: int) -> Array:
+    # A comparison instead of a gather: nothing is read out of range, and a sharded vocabulary stays where it is.
+    return labels[..., None] == jax.lax.broadcasted_iota(labels.dtype, (1, 1, vocab), 2)
+
+
+def _steps(width: int, hidden: Array) -> Array:
+    return jnp.arange(-(-hidden.shape[1] // width))
+
+
+def _forward(width: int, hidden: Array, weight: Array, targets: Array) -> tuple[Array, Array]:
+    vocab = weight.shape[0]
+
+    def step(carry: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], None]:
+        total, normalisers = carry
+        start, states, labels = _window(index, width, hidden, targets)
+        logits = _logits(states, weight)
+        normaliser = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.sum(jnp.where(_is_target(labels, vocab), logits, 0), axis=-1)
+        chosen = jnp.where((labels >= 0) & (labels < vocab), chosen, jnp.nan)
+        total += jnp.sum(jnp.where(labels == IGNORED, 0, normaliser - chosen))
+        return (total, jax.lax.dynamic_update_slice_in_dim(normalisers, normaliser, start, axis=1)), None
+
+    initial = (jnp.zeros((), jnp.float32), jnp.zeros(targets.shape, jnp.float32))
+    (total, normalisers), _ = jax.lax.scan(step, initial, _steps(width, hidden))
+    return total, normalisers
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(width: int, hidden: Array, weight: Array, targets: Array) -> Array:
+    return _forward(width, hidden, weight, targets)[0]
+
+
+@jax.named_scope("cross_entropy")
+def _summed_forward(width: int, hidden: Array, weight: Array, targets: Array) -> tuple[Array, tuple]:
+    total, normalisers = _forward(width, hidden, weight, targets)
+    return total, (hidden, weight, targets, normalisers)
+
+
+@jax.named_scope("cross_entropy_backward")
+def _summed_backward(width: int, kept: tuple, cotangent: Array) -> tuple[Array, Array, None]:
+    hidden, weight, targets, normalisers = kept
+    vocab = weight.shape[0]
+
+    def step(carry: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], None]:
+        hidden_gradient, weight_gradient = carry
+        start, states, labels = _window(index, width, hidden, targets)
+        normaliser = jax.lax.dynamic_slice_in_dim(normalisers, start, width, axis=1)
+        probabilities = jnp.exp(_logits(states, weight) - normaliser[..., None])
+        valid = jnp.where(labels == IGNORED, 0, cotangent)[..., None]
+        gradient = jnp.where(valid == 0, 0, (probabilities - _is_target(labels, vocab)) * valid).astype(states.dtype)
+        states_gradient = jnp.einsum("bsv,vd->bsd", gradient, weight.astype(states.dtype))
+        before = jax.lax.dynamic_slice_in_dim(hidden_gradient, start, width, axis=1)
+        hidden_gradient = jax.lax.dynamic_update_slice_in_dim(
+            hidden_gradient, before + states_gradient, start, axis=1
+        )
+        # Summed over chunks in float32: a bfloat16 sum would stop growing.
+        weight_gradient += jnp.einsum("bsv,bsd->vd", gradient, states, preferred_element_type=jnp.float32)
+        return (hidden_gradient, weight_gradient), None
+
+    initial = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
+    (hidden_gradient, weight_gradient), _ = jax.lax.scan(step, initial, _steps(width, hidden))
+    return hidden_gradient, weight_gradient.astype(weight.dtype), None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)

@@ -20,13 +20,14 @@ class Placement(enum.StrEnum):
     RECOMPUTE = "recompute"
 
     @classmethod
-    def parse(cls, value: "Placement | str") -> "Placement":
-        """`value` itself, or the placement that it spells. Raises ValueError on anything else."""
+    def parse(cls, value: Any) -> "Placement":
+        """`value` itself if it is a Placement, or the one that it spells. Raises ValueError on anything else."""
         try:
             return cls(value)
         except ValueError:
             choices = ", ".join(repr(p.value) for p in cls)
-            raise ValueError(f"placement {value!r} is not one of {choices}") from None
+            hint = "; memory kinds are chosen by Overspill: say 'host'" if "pinned" in str(value) else ""
+            raise ValueError(f"placement {value!r} is not one of {choices}{hint}") from None
 
 
 class Activation(eqx.Module):

@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxtyping import PyTree
 
@@ -25,7 +25,7 @@ def _near(glob: str, paths: list[str]) -> list[str]:
     return difflib.get_close_matches(glob, sorted(forms), n=3, cutoff=0.5)
 
 
-def _resolve(rows: list[Annotation], rules: Rules) -> dict[str, Placement]:
+def _resolve(rows: list[Annotation], rules: Mapping[str, Any]) -> dict[str, Placement]:
     placements: dict[str, Placement] = {}
     paths = [row.path for row in rows]
     for glob, value in rules.items():
@@ -41,7 +41,7 @@ def _resolve(rows: list[Annotation], rules: Rules) -> dict[str, Placement]:
     return placements
 
 
-def place(tree: T, rules: "Rules | str | Callable[[PyTree], Rules]") -> T:
+def place(tree: T, rules: Any) -> T:
     """`tree` with its activations placed by `rules`; no array and nothing but annotations changes.
 
     **Arguments:**

@@ -59,6 +59,10 @@ def _entered() -> Iterator[None]:
         _inside.reset(token)
 
 
+def _kind(module: Any) -> str:
+    return f"the function {module.__name__!r}" if hasattr(module, "__name__") else type(module).__name__
+
+
 class _Checkpointed(eqx.Module):
     """A module that runs under `jax.checkpoint` with the policy of its own annotations."""
 
@@ -69,6 +73,11 @@ class _Checkpointed(eqx.Module):
         if _inside.get():
             # Nested checkpoints lose the inner one's offload without a word: the outer one decides.
             return self.module(*args, **kwargs)
+        if not annotations(self.module):
+            raise ValueError(
+                f"policies.checkpoint got {_kind(self.module)}, which holds no Activation: all of it would be "
+                "recomputed. Pass the annotated module itself, not a function that closes over it"
+            )
         module = named(self.module)
         arrays, rest = eqx.partition((module, args, kwargs), eqx.is_array)
         static_out: list[Any] = []
@@ -102,7 +111,8 @@ def checkpoint(module: Callable[..., Any], *, prevent_cse: bool = True) -> Calla
     - `prevent_cse`: as in `jax.checkpoint`. False is right, and faster, for the body of a scan of two
         or more steps.
 
-    Raises RuntimeError where JAX would silently do something else: with the `jax_remat3` flag on a
+    Raises ValueError, when called, if `module` holds no Activation at all (a lambda around a layer hides
+    them), and RuntimeError where JAX would silently do something else: with the `jax_remat3` flag on a
     version of JAX whose implementation ignores offload.
     """
     return _Checkpointed(module, prevent_cse)

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any
 
 import jax
 
@@ -25,17 +26,16 @@ def check_support(names: list[str]) -> None:
             f"({names[0]!r} and {len(names) - 1} more): turn the flag off with "
             f"jax.config.update({_REMAT3_FLAG!r}, False), or use JAX 0.11.1 or newer"
         )
-    _warn_without_host_memory(jax.default_backend(), names[0])
+    _warn_without_host_memory(jax.default_backend())
 
 
-def memory_kinds(device: jax.Device) -> frozenset[str]:
+def memory_kinds(device: Any) -> frozenset[str]:
     """The kinds of memory that `device` can address, such as `device` and `pinned_host`."""
     return frozenset(memory.kind for memory in device.addressable_memories())
 
 
 @functools.lru_cache(maxsize=None)
-def _warn_without_host_memory(backend: str, name: str) -> None:
-    del name  # one warning per backend is enough, but the first name makes it concrete
+def _warn_without_host_memory(backend: str) -> None:
     if backend == "cpu":
         return  # everything is host memory there: the log of a run says so, a warning would only annoy
     device = jax.local_devices(backend=backend)[0]

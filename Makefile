@@ -1,0 +1,33 @@
+# make demo   trains a small DeepSeek-shaped model with its activations placed on the host
+# make test   runs the tests
+# Both make their own virtual environment first and do nothing twice. PYTHON=python3.13 picks another interpreter.
+
+PYTHON ?= python3
+VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+# One directory a run, so that neither a second demo nor an old result stands in the way.
+OUT ?= runs/$(shell date +%Y-%m-%d-%H%M%S)
+
+.PHONY: demo test clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-train
+	$(BIN)/overspill train --out $(OUT)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Overspill needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try PYTHON=python3.12 make ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+# An editable install follows the sources by itself; only the packaging asks for another one.
+$(VENV)/.installed-%: pyproject.toml $(VENV)/.python
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info

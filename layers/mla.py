@@ -1,0 +1,155 @@
+"""Multi-head latent attention (DeepSeek-V2 technical report, section 2.1): keys and values from one small latent."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from ..policies.activation import Activation
+from .attention import dot_product_attention
+from .linear import Linear, check_input, check_sizes
+from .norm import RMSNorm
+from .rotary import Rotary, Tables
+
+# The norms of the latents have it in every released model, whatever rms_norm_eps its config says.
+LATENT_NORM_EPS = 1e-6
+
+
+class MLA(eqx.Module):
+    """Causal self-attention whose keys and values are projected up from a normalised latent.
+
+    Each head's query and key have `qk_nope_head_dim` features without and then `qk_rope_head_dim` features
+    with rotation. The rotated part of the key comes straight from `x`, is not normalised, and is one for all
+    heads. Queries go through a latent of their own, or with `q_lora_rank=None` through one projection.
+
+    Scores are multiplied by `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5` and by `softmax_scale_factor`, YaRN's
+    correction (see `Rotary.softmax_scale_factor`). It comes on top of what the rotary tables are
+    multiplied by.
+
+    Activations: `query_latent` `[batch, sequence, q_lora_rank]` (absent without) and `kv_latent`
+    `[batch, sequence, kv_lora_rank + qk_rope_head_dim]`, the down projections before their norms; `query` and `key`
+    `[batch, sequence, heads, qk_nope_head_dim + qk_rope_head_dim]`, `value` and `context`
+    `[batch, sequence, heads, v_head_dim]`, as the softmax uses them and the heads' output.
+    """
+
+    query_down: Linear | None  # q_a_proj
+    query_norm: RMSNorm | None  # q_a_layernorm
+    query_up: Linear  # q_b_proj; q_proj, from the hidden size, without a latent
+    kv_down: Linear  # kv_a_proj_with_mqa: the latent, then the rotated part of the key
+    kv_norm: RMSNorm  # kv_a_layernorm
+    kv_up: Linear  # kv_b_proj: for each head its key, then its value
+    output_projection: Linear
+    query_latent: Activation | None
+    kv_latent: Activation
+    query: Activation
+    key: Activation
+    value: Activation
+    context: Activation
+    num_heads: int = eqx.field(static=True)
+    q_lora_rank: int | None = eqx.field(static=True)
+    kv_lora_rank: int = eqx.field(static=True)
+    qk_nope_head_dim: int = eqx.field(static=True)
+    qk_rope_head_dim: int = eqx.field(static=True)
+    v_head_dim: int = eqx.field(static=True)
+    softmax_scale_factor: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        bias: bool = False,
+        softmax_scale_factor: float = 1.0,
+        std: float = 0.02,
+        dtype: Any = jnp.float32,
+        key: PRNGKeyArray,
+    ):
+        """`bias` is for the two down projections and the output projection; the others have none.
+
+        Raises ValueError when a size is not a positive integer, or `softmax_scale_factor` isn't positive.
+        """
+        check_sizes(
+            "MLA",
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}),
+        )
+        if not softmax_scale_factor > 0:
+            raise ValueError(f"MLA: softmax_scale_factor must be positive, got {softmax_scale_factor!r}")
+        keys = jax.random.split(key, 5)
+        biased = {"use_bias": bias, "std": std, "dtype": dtype}
+        plain = {"std": std, "dtype": dtype}
+        query_size = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
+        self.query_down = self.query_norm = self.query_latent = None
+        if q_lora_rank is not None:
+            self.query_down = Linear(hidden_size, q_lora_rank, key=keys[0], **biased)
+            self.query_norm = RMSNorm(q_lora_rank, eps=LATENT_NORM_EPS, dtype=dtype)
+            self.query_latent = Activation("query_latent")
+        self.query_up = Linear(q_lora_rank or hidden_size, query_size, key=keys[1], **plain)
+        self.kv_down = Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, key=keys[2], **biased)
+        self.kv_norm = RMSNorm(kv_lora_rank, eps=LATENT_NORM_EPS, dtype=dtype)
+        self.kv_up = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), key=keys[3], **plain)
+        self.output_projection = Linear(num_heads * v_head_dim, hidden_size, key=keys[4], **biased)
+        self.kv_latent = Activation("kv_latent")
+        self.query = Activation("query")
+        self.key = Activation("key")
+        self.value = Activation("value")
+        self.context = Activation("context")
+        self.num_heads = num_heads
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.softmax_scale_factor = float(softmax_scale_factor)
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by before the softmax."""
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.softmax_scale_factor
+
+    @jax.named_scope("mla")
+    def __call__(
+        self,
+        x: Float[Array, "batch sequence features"],
+        *,
+        tables: Tables | None,
+        rotary: Rotary | None,
+        mask: Bool[Array, "#batch sequence sequence"],
+    ) -> Float[Array, "batch sequence features"]:
+        """Same shape and dtype as `x`.
+
+        `tables` come from `rotary.tables` and, like `mask` (see `attention_mask`), are shared by all layers;
+        without `rotary` nothing is rotated. Raises ValueError unless `x` is floating
+        `[batch, sequence, hidden_size]` and `rotary` is for `qk_rope_head_dim` features.
+        """
+        check_input("MLA", x, self.kv_down.weight.shape[1], rank=3)
+        if rotary is not None and rotary.dim != self.qk_rope_head_dim:
+            raise ValueError(f"MLA: rotary is for {rotary.dim} features, qk_rope_head_dim is {self.qk_rope_head_dim}")
+        nope, heads = self.qk_nope_head_dim, self.num_heads
+
+        query = x if self.query_down is None else self.query_norm(self.query_latent(self.query_down(x)))
+        query = rearrange(self.query_up(query), "b s (h d) -> b s h d", h=heads)
+        latent = self.kv_latent(self.kv_down(x))
+        key_value = self.kv_up(self.kv_norm(latent[..., : self.kv_lora_rank]))
+        key_value = rearrange(key_value, "b s (h d) -> b s h d", h=heads)
+        shared_key = latent[..., None, self.kv_lora_rank :]
+        rotated_query = query[..., nope:]
+        if rotary is not None:
+            rotated_query, shared_key = rotary.apply(rotated_query, tables), rotary.apply(shared_key, tables)
+        shared_key = jnp.broadcast_to(shared_key, (*shared_key.shape[:2], heads, self.qk_rope_head_dim))
+        query = self.query(jnp.concatenate([query[..., :nope], rotated_query], axis=-1))
+        key = self.key(jnp.concatenate([key_value[..., :nope], shared_key], axis=-1))
+        value = self.value(key_value[..., nope:])
+        context = self.context(dot_product_attention(query, key, value, mask, self.scale))
+        return self.output_projection(rearrange(context, "b s h d -> b s (h d)"))

@@ -1,0 +1,95 @@
+"""Mixture of experts (DeepSeek-MoE): a router, routed experts, and a shared one that every token passes."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from ..policies.activation import Activation
+from .experts import Experts, assign, combine, dispatch
+from .linear import check_input
+from .mlp import MLP
+from .router import SigmoidRouter, SoftmaxRouter
+
+
+class MoEStats(eqx.Module):
+    """What training needs to know about a call of `MoE`. Stacked over layers it has a leading layer axis."""
+
+    load: Float[Array, "*layers experts"]  # float32: how many tokens went to each expert; the sum is k * tokens
+    balance_loss: Float[Array, "*layers"]  # float32, differentiable; not yet times its factor alpha
+
+
+class MoE(eqx.Module):
+    """`sum_e weight_e expert_e(x) + shared(x)` over the experts that the router chooses for each token.
+
+    No token is dropped, whatever the load. The shared expert is one MLP of width `shared_size` (the size of
+    an expert times the number of shared ones), not gated and not scaled.
+
+    Activations, with `rows` = tokens * top_k: `dispatched` and `expert_output` [rows, hidden_size], the
+    tokens sorted by expert and what the experts make of them before they are weighted. Those of the experts
+    (`experts.gate`, `experts.up`, `experts.hidden`, [rows, expert_size]), of the shared MLP and of the router
+    are in them.
+    """
+
+    router: SoftmaxRouter | SigmoidRouter
+    experts: Experts
+    shared: MLP | None
+    dispatched: Activation
+    expert_output: Activation
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        router: SoftmaxRouter | SigmoidRouter,
+        num_experts: int,
+        expert_size: int,
+        shared_size: int | None = None,
+        std: float = 0.02,
+        dtype: Any = jnp.float32,
+        key: PRNGKeyArray,
+    ):
+        """Raises ValueError when the sizes of `router` aren't these, or a size is not a positive integer."""
+        if router.weight.shape != (num_experts, hidden_size):
+            experts, features = router.weight.shape
+            raise ValueError(
+                f"MoE: the router is for {experts} experts and hidden size {features}, "
+                f"not num_experts={num_experts} and hidden_size={hidden_size}"
+            )
+        experts_key, shared_key = jax.random.split(key)
+        self.router = router
+        self.experts = Experts(
+            hidden_size, num_experts=num_experts, expert_size=expert_size, std=std, dtype=dtype, key=experts_key
+        )
+        self.shared = None
+        if shared_size is not None:
+            self.shared = MLP(hidden_size, shared_size, std=std, dtype=dtype, key=shared_key)
+        self.dispatched = Activation("dispatched")
+        self.expert_output = Activation("expert_output")
+
+    @jax.named_scope("moe")
+    def __call__(
+        self, x: Float[Array, "batch sequence features"], *, token_mask: Bool[Array, "batch sequence"] | None = None
+    ) -> tuple[Float[Array, "batch sequence features"], MoEStats]:
+        """The layer's output, of the shape and dtype of `x`, and its statistics.
+
+        Tokens where `token_mask` is False go to no expert: their routed output is zero, and they count
+        neither in the load nor in the balance loss. Raises ValueError unless `x` is floating
+        `[batch, sequence, hidden_size]`.
+        """
+        check_input("MoE", x, self.router.weight.shape[1], rank=3)
+        batch = x.shape[0]
+        tokens = rearrange(x, "b s d -> (b s) d")
+        valid = None if token_mask is None else rearrange(token_mask, "b s -> (b s)")
+        routing = self.router(tokens)
+        assignment = assign(routing.indices, self.router.num_experts, token_mask=valid)
+        rows = self.dispatched(dispatch(tokens, assignment))
+        rows = self.expert_output(self.experts(rows, assignment.group_sizes))
+        y = rearrange(combine(rows, routing.weights, assignment), "(b s) d -> b s d", b=batch)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        load = assignment.group_sizes.astype(jnp.float32)
+        return y, MoEStats(load, self.router.balance_loss(routing, batch=batch, token_mask=valid))

@@ -23,7 +23,7 @@ class RMSNorm(eqx.Module):
     eps: float = eqx.field(static=True)
     downcast_first: bool = eqx.field(static=True)
 
-    def __init__(self, size: int, *, eps: float, dtype: Any = jnp.float32, downcast_first: bool = True):
+    def __init__(self, size: int, *, eps: float | int, dtype: Any = jnp.float32, downcast_first: bool = True):
         """Scale of `size` ones, stored as `dtype`. Raises ValueError unless `size` >= 1 and `eps` >= 0."""
         check_sizes("RMSNorm", size=size)
         if not eps >= 0:

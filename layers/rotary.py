@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+# Config files write whole numbers without a point.
+Number = float | int
 Tables = tuple[Float[Array, "rows sequence half"], Float[Array, "rows sequence half"]]
 
 
-def _positive(owner: str, **values: float | None) -> None:
+def _positive(owner: str, **values: Number | None) -> None:
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ValueError(f"{owner}: {name} must be positive, got {value!r}")
 
 
-def _frequencies(theta: float, dim: int) -> np.ndarray:
+def _frequencies(theta: Number, dim: int) -> np.ndarray:
     """`1 / theta^(2j/dim)` for j = 0 .. dim/2 - 1, float32 at each step as in the reference implementations."""
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return (np.float32(1) / np.power(np.float32(theta), exponents)).astype(np.float32)
@@ -34,7 +36,7 @@ class RotaryScaling:
     def check(self, dim: int, max_positions: int) -> None:
         """Raises ValueError when the scaling doesn't fit a rotary embedding of these sizes."""
 
-    def frequencies(self, positions: Int[Array, "rows sequence"], theta: float, dim: int, max_positions: int) -> Array:
+    def frequencies(self, positions: Int[Array, "rows sequence"], theta: Number, dim: int, max_positions: int) -> Array:
         """The `dim / 2` inverse frequencies, float32."""
         return jnp.asarray(_frequencies(theta, dim))
 
@@ -51,12 +53,12 @@ class RotaryScaling:
 class LinearScaling(RotaryScaling):
     """Positions are divided by `factor` (Chen et al., 2023)."""
 
-    factor: float
+    factor: Number
 
     def check(self, dim: int, max_positions: int) -> None:
         _positive("linear rotary scaling", factor=self.factor)
 
-    def frequencies(self, positions: Int[Array, "rows sequence"], theta: float, dim: int, max_positions: int) -> Array:
+    def frequencies(self, positions: Int[Array, "rows sequence"], theta: Number, dim: int, max_positions: int) -> Array:
         return jnp.asarray(_frequencies(theta, dim) / np.float32(self.factor))
 
 
@@ -67,14 +69,14 @@ class DynamicScaling(RotaryScaling):
     The length is the largest position of the batch plus one, so all rows of a batch share it.
     """
 
-    factor: float
+    factor: Number
 
     def check(self, dim: int, max_positions: int) -> None:
         _positive("dynamic rotary scaling", factor=self.factor)
         if dim <= 2:
             raise ValueError(f"dynamic rotary scaling: the rotary dim must be 4 or more, got {dim}")
 
-    def frequencies(self, positions: Int[Array, "rows sequence"], theta: float, dim: int, max_positions: int) -> Array:
+    def frequencies(self, positions: Int[Array, "rows sequence"], theta: Number, dim: int, max_positions: int) -> Array:
         length = jnp.maximum(jnp.max(positions) + 1, max_positions).astype(jnp.float32)
         growth = self.factor * length / max_positions - (self.factor - 1)
         base = theta * growth ** (dim / (dim - 2))
@@ -87,9 +89,9 @@ class DynamicScaling(RotaryScaling):
 class Llama3Scaling(RotaryScaling):
     """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
+    factor: Number
+    low_freq_factor: Number
+    high_freq_factor: Number
     original_max_position_embeddings: int
 
     def check(self, dim: int, max_positions: int) -> None:
@@ -100,7 +102,7 @@ class Llama3Scaling(RotaryScaling):
                 f"high_freq_factor ({self.high_freq_factor})"
             )
 
-    def frequencies(self, positions: Int[Array, "rows sequence"], theta: float, dim: int, max_positions: int) -> Array:
+    def frequencies(self, positions: Int[Array, "rows sequence"], theta: Number, dim: int, max_positions: int) -> Array:
         plain = _frequencies(theta, dim)
         wavelength = np.float32(2 * math.pi) / plain
         original = self.original_max_position_embeddings
@@ -121,13 +123,13 @@ class YarnScaling(RotaryScaling):
     `factor=None` means `max_positions / original_max_position_embeddings`.
     """
 
-    factor: float | None
+    factor: Number | None
     original_max_position_embeddings: int
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
+    beta_fast: Number | None = None
+    beta_slow: Number | None = None
+    mscale: Number | None = None
+    mscale_all_dim: Number | None = None
+    attention_factor: Number | None = None
     truncate: bool = True
 
     def check(self, dim: int, max_positions: int) -> None:
@@ -140,13 +142,13 @@ class YarnScaling(RotaryScaling):
             attention_factor=self.attention_factor,
         )
 
-    def _factor(self, max_positions: int) -> float:
+    def _factor(self, max_positions: int) -> Number:
         return max_positions / self.original_max_position_embeddings if self.factor is None else self.factor
 
-    def correction_range(self, theta: float, dim: int) -> tuple[float, float]:
+    def correction_range(self, theta: Number, dim: int) -> tuple[Number, Number]:
         """The frequency indices between which the ramp runs: below, unchanged; above, divided by the factor."""
 
-        def index(rotations: float) -> float:
+        def index(rotations: Number) -> float:
             turns = self.original_max_position_embeddings / (rotations * 2 * math.pi)
             return dim * math.log(turns) / (2 * math.log(theta))
 
@@ -155,7 +157,7 @@ class YarnScaling(RotaryScaling):
             low, high = math.floor(low), math.ceil(high)
         return max(low, 0), min(high, dim - 1)
 
-    def frequencies(self, positions: Int[Array, "rows sequence"], theta: float, dim: int, max_positions: int) -> Array:
+    def frequencies(self, positions: Int[Array, "rows sequence"], theta: Number, dim: int, max_positions: int) -> Array:
         low, high = self.correction_range(theta, dim)
         if low == high:
             high += 0.001
@@ -176,7 +178,7 @@ class YarnScaling(RotaryScaling):
         return _mscale(self._factor(max_positions), self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def _mscale(factor: Number, mscale: Number) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -188,11 +190,11 @@ class LongRopeScaling(RotaryScaling):
     `factor=None` means `max_positions / original_max_position_embeddings`.
     """
 
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
+    short_factor: tuple[Number, ...]
+    long_factor: tuple[Number, ...]
     original_max_position_embeddings: int
-    factor: float | None = None
-    attention_factor: float | None = None
+    factor: Number | None = None
+    attention_factor: Number | None = None
 
     def check(self, dim: int, max_positions: int) -> None:
         owner = "longrope rotary scaling"
@@ -207,7 +209,7 @@ class LongRopeScaling(RotaryScaling):
             if len(divisors) != dim // 2 or not all(divisor > 0 for divisor in divisors):
                 raise ValueError(f"{owner}: {name} must hold {dim // 2} positive numbers, got {divisors!r}")
 
-    def frequencies(self, positions: Int[Array, "rows sequence"], theta: float, dim: int, max_positions: int) -> Array:
+    def frequencies(self, positions: Int[Array, "rows sequence"], theta: Number, dim: int, max_positions: int) -> Array:
         powers = np.power(np.float32(theta), np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
         short, long = (
             (np.float32(1) / (np.asarray(divisors, np.float32) * powers)).astype(np.float32)
@@ -233,7 +235,7 @@ class Rotary(eqx.Module):
     """
 
     dim: int = eqx.field(static=True)
-    theta: float = eqx.field(static=True)
+    theta: Number = eqx.field(static=True)
     max_positions: int = eqx.field(static=True)
     scaling: RotaryScaling = eqx.field(static=True, default=RotaryScaling())
     interleaved: bool = eqx.field(static=True, default=False)

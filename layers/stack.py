@@ -1,0 +1,182 @@
+"""A stack of equal blocks: one scan over layers, or a few of them where placements differ by layer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from ..policies.activation import named
+
+
+def _edges(boundaries: Sequence[int], start: int, num_layers: int) -> list[int]:
+    """Where segments begin, and the end of the last, as global layer indices."""
+    end = start + num_layers
+    edges = [start, *boundaries, end]
+    if any(isinstance(b, bool) or not isinstance(b, int | np.integer) for b in boundaries):
+        raise ValueError(f"segment boundaries are layer indices (whole numbers), not {tuple(boundaries)}")
+    if any(low >= high for low, high in pairwise(edges)):
+        if num_layers == 1:
+            raise ValueError(f"a stack of one layer has no place for segment boundaries {tuple(boundaries)}")
+        raise ValueError(
+            f"segment boundaries {tuple(boundaries)} must increase and lie between {start + 1} and {end - 1}: "
+            f"each is the global index of a layer that begins a new segment of layers {start} to {end - 1}"
+        )
+    return [int(edge) for edge in edges]
+
+
+class Stack(eqx.Module):
+    """Blocks of one kind, run one after the other.
+
+    The blocks of a segment are stored as one block whose arrays have a leading layer axis, and a segment
+    is one `jax.lax.scan`, so that compile time doesn't grow with depth. Activations are placed segment by
+    segment. There is one segment unless boundaries ask for more.
+    """
+
+    segments: tuple[Any, ...]
+    # How many layers each segment holds. Arrays say it too, but not in a tree without any, such as the
+    # buffers of a stack that has none.
+    lengths: tuple[int, ...] = eqx.field(static=True)
+    # Global index of the first layer: a model may have stacks of several kinds, counted through.
+    start: int = eqx.field(static=True, default=0)
+    scan: bool = eqx.field(static=True, default=True)
+
+    @classmethod
+    def build(
+        cls,
+        make_block: Callable[[PRNGKeyArray], Any],
+        num_layers: int,
+        *,
+        boundaries: Sequence[int] = (),
+        start: int = 0,
+        scan: bool = True,
+        key: PRNGKeyArray,
+    ) -> "Stack":
+        """A stack of `num_layers` blocks, each made by `make_block(key)` with a key of its own.
+
+        **Arguments:**
+
+        - `boundaries`: global indices of the layers that begin a new segment, increasing. The weights
+            don't depend on them.
+        - `start`: global index of the first layer.
+        - `scan`: False runs the layers in a Python loop: for debugging, or where unrolling is faster.
+
+        Raises ValueError on boundaries that don't increase or lie outside the stack.
+        """
+        if num_layers < 1:
+            raise ValueError(f"a stack needs at least one layer, not {num_layers}")
+        edges = _edges(boundaries, start, num_layers)
+        keys = jax.random.split(key, num_layers)
+        segments = tuple(
+            eqx.filter_vmap(make_block)(keys[low - start : high - start]) for low, high in pairwise(edges)
+        )
+        return cls(segments, tuple(high - low for low, high in pairwise(edges)), start, scan)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Global indices of the layers that begin a segment, without the first."""
+        return tuple(int(edge) for edge in self.start + np.cumsum(self.lengths)[:-1])
+
+    def layer(self, index: int) -> Any:
+        """The block of the layer with global index `index`. Raises IndexError where there is none."""
+        for first, length, segment in zip((self.start, *self.boundaries), self.lengths, self.segments, strict=True):
+            if first <= index < first + length:
+                return jax.tree.map(lambda leaf: leaf[index - first], segment)
+        raise IndexError(f"layer {index} is not in this stack of layers {self.start} to {self.start + self.num_layers - 1}")
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.layer(self.start + i) for i in range(self.num_layers))
+
+    @jax.named_scope("stack")
+    def __call__(
+        self,
+        x: Float[Array, "batch sequence features"],
+        *,
+        checkpoint: Callable[..., Callable[..., Any]] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Float[Array, "batch sequence features"], PyTree]:
+        """Runs every block on `x`.
+
+        **Arguments:**
+
+        - `x`: of any float dtype; a block returns the same shape and dtype.
+        - `checkpoint`: wraps each block as `policies.checkpoint(block, prevent_cse=...)` does. None keeps
+            whatever the backward pass wants, on the device.
+        - `kwargs`: go to every block. What layers share (masks, rotary tables) is closed over by the scan:
+            it is kept once, not once for each layer.
+
+        **Returns:** the last block's output, and the blocks' second results stacked over layers (None
+        where blocks give None).
+        """
+        # Called on its own, a stack decides the names; inside a model they are given already.
+        self = named(self)
+
+        def run(block: Any, x: Array, prevent_cse: bool) -> tuple[Array, PyTree]:
+            if checkpoint is not None:
+                block = checkpoint(block, prevent_cse=prevent_cse)
+            return block(x, **kwargs)
+
+        results = []
+        for segment, length in zip(self.segments, self.lengths, strict=True):
+            if self.scan and length > 1:
+                arrays, static = eqx.partition(segment, eqx.is_array)
+                # The loop itself keeps XLA from undoing rematerialisation, hence prevent_cse=False.
+                x, stacked = jax.lax.scan(lambda x, leaves: run(eqx.combine(leaves, static), x, False), x, arrays)
+                results.append(stacked)
+                continue
+            for i in range(length):
+                x, result = run(jax.tree.map(lambda leaf: leaf[i], segment), x, True)
+                results.append(jax.tree.map(lambda leaf: leaf[None], result))
+        return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *results)
+
+
+def resegment(stack: Stack, boundaries: Sequence[int]) -> Stack:
+    """`stack` cut into segments at `boundaries`, with the same layers.
+
+    Arrays keep their sharding and memory kind and are converted one at a time. Works on abstract stacks,
+    and on stacks with only some of their leaves. A new segment takes the placements of the layer it
+    begins with.
+
+    Raises ValueError on boundaries that don't increase or lie outside the stack.
+    """
+    old, new = _edges(stack.boundaries, stack.start, stack.num_layers), _edges(boundaries, stack.start, stack.num_layers)
+    if old == new:
+        return stack
+    flat = [jax.tree.flatten(segment) for segment in stack.segments]
+    if len({len(leaves) for leaves, _ in flat}) != 1:
+        raise ValueError("the segments of this stack hold different arrays, so they can't be joined")
+    cuts = [edge - stack.start for edge in new]
+    pieces = [_recut(leaves, cuts) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    segments = []
+    for i, low in enumerate(new[:-1]):
+        source = max(j for j, edge in enumerate(old[:-1]) if edge <= low)
+        segments.append(jax.tree.unflatten(flat[source][1], [piece[i] for piece in pieces]))
+    return Stack(tuple(segments), tuple(high - low for low, high in pairwise(new)), stack.start, stack.scan)
+
+
+def _recut(leaves: Sequence[Any], cuts: list[int]) -> list[Any]:
+    """The arrays `leaves`, joined along their first axis and cut again at `cuts`."""
+    first = leaves[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct((high - low, *first.shape[1:]), first.dtype) for low, high in pairwise(cuts)]
+    if isinstance(first, np.ndarray):
+        return np.split(np.concatenate(leaves), cuts[1:-1])
+    if isinstance(first, jax.core.Tracer):
+        return jnp.split(jnp.concatenate(leaves), cuts[1:-1])
+    sharding = first.sharding
+    if sharding.memory_kind in ("pinned_host", "unpinned_host"):
+        # Operations on host memory are refused: join on the device, and back.
+        leaves = [jax.device_put(leaf, leaf.sharding.with_memory_kind("device")) for leaf in leaves]
+    parts = jnp.split(jnp.concatenate(leaves), cuts[1:-1])
+    if first.committed or isinstance(sharding, NamedSharding):
+        parts = [jax.device_put(part, sharding) for part in parts]
+    return parts

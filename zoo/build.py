@@ -1,0 +1,141 @@
+"""Models from names and configs: with weights, or as shapes alone; counted, and cut into other segments."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ..layers.moe import MoE
+from ..layers.stack import Stack, resegment as resegment_stack
+from ..policies.placing import place
+from .config import Config, DeepSeekConfig, LlamaConfig
+from .deepseek import DeepSeek
+from .llama import Llama
+from .model import LanguageModel, check_boundaries, inner_boundaries
+from .registry import find_config
+
+T = TypeVar("T")
+
+_FAMILIES: dict[type[Config], type[LanguageModel]] = {LlamaConfig: Llama, DeepSeekConfig: DeepSeek}
+
+
+def _maker(name_or_config: str | Config, dtype: Any, segments: Sequence[int], scan: bool) -> Callable[..., Any]:
+    config = find_config(name_or_config)
+    family = _FAMILIES.get(type(config))
+    if family is None:
+        raise ValueError(f"no family of models is built from a {type(config).__name__}")
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"parameters need a floating dtype, got {jnp.dtype(dtype)}")
+    return lambda key: family(config, dtype=dtype, segments=tuple(segments), scan=scan, key=key)
+
+
+def build(
+    name_or_config: str | Config,
+    *,
+    key: PRNGKeyArray | None = None,
+    dtype: Any = jnp.float32,
+    segments: Sequence[int] = (),
+    scan: bool = True,
+    placements: Mapping[str, Any] | str | None = None,
+) -> Any:
+    """A model with fresh weights.
+
+    **Arguments:**
+
+    - `name_or_config`: a name in `registry.REGISTRY`, or a config.
+    - `key`: decides the weights, and alone does: neither `segments` nor `scan` changes them. Without one it
+        is `jax.random.key(0)`.
+    - `dtype`: of the parameters. Draws are float32 whatever it is, and so are routers.
+    - `segments`: the layers that begin a new segment of their stack, for placements that differ by layer.
+    - `scan`: False runs layers in a Python loop.
+    - `placements`: where activations wait, as for `policies.place`; by default on the device.
+
+    Raises ValueError on a name that isn't known (near ones are listed), boundaries that are no inner layers
+    and placements that `place` refuses.
+    """
+    make = _maker(name_or_config, dtype, segments, scan)
+    # Compiled whole: one by one, the draws of a large model would take longer.
+    model = eqx.filter_jit(make)(jax.random.key(0) if key is None else key)
+    return model if placements is None else place(model, placements)
+
+
+def abstract(
+    name_or_config: str | Config,
+    *,
+    dtype: Any = jnp.float32,
+    segments: Sequence[int] = (),
+    scan: bool = True,
+    placements: Mapping[str, Any] | str | None = None,
+) -> Any:
+    """The model that `build` would make, with `jax.ShapeDtypeStruct`s for arrays: no memory, whatever its size.
+
+    It can be placed, printed, counted, resegmented, and traced with `jax.eval_shape`.
+    """
+    make = _maker(name_or_config, dtype, segments, scan)
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    return model if placements is None else place(model, placements)
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters, router biases included as in published counts.
+
+    `total` and `active`, those that take part in one token's forward pass (embedding and head in full),
+    leave out multi-token prediction; `mtp` is the total of its modules, without the shared embedding and head.
+    """
+
+    total: int
+    active: int
+    mtp: int
+
+
+def parameters(model: LanguageModel | Config | str) -> Parameters:
+    """Counts the parameters of a model, concrete or abstract; a name or config is built abstractly."""
+    if isinstance(model, str | Config):
+        model = abstract(model)
+    modules = getattr(model, "mtp", ())
+    mtp = _count(modules)
+    total = _count(model) - mtp
+    main = eqx.tree_at(lambda m: m.mtp, model, ()) if modules else model
+    idle = sum(
+        # The count of one layer's experts is a multiple of their number, so this is exact.
+        _count(node.experts) // node.router.num_experts * (node.router.num_experts - node.router.top_k)
+        for node in jax.tree.leaves(main, is_leaf=lambda node: isinstance(node, MoE))
+        if isinstance(node, MoE)
+    )
+    return Parameters(total, total - idle, mtp)
+
+
+def _count(tree: PyTree) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def resegment(tree: T, boundaries: Sequence[int]) -> T:
+    """`tree` with its stacks cut into segments at `boundaries`: a model, or a training state that goes with one.
+
+    **Arguments:**
+
+    - `tree`: any PyTree with `Stack`s in it: a model, its gradients, an optimizer's state. Each stack is
+        converted leaf by leaf; sharding and memory kind stay.
+    - `boundaries`: the layers, counted through all stacks of a model, that begin a new segment; `()` joins.
+
+    A new segment takes the placements of the layer it begins with: place again where that isn't wanted.
+    Raises ValueError on boundaries that are no inner layers, or when there is no stack.
+    """
+    stacks = [node for node in jax.tree.leaves(tree, is_leaf=_is_stack) if _is_stack(node)]
+    if not stacks:
+        raise ValueError(f"{type(tree).__name__} holds no stack of layers to cut into segments")
+    check_boundaries(boundaries, max(stack.start + stack.num_layers for stack in stacks))
+
+    def recut(node: Any) -> Any:
+        if not _is_stack(node):
+            return node
+        return resegment_stack(node, inner_boundaries(boundaries, node.start, node.num_layers))
+
+    return jax.tree.map(recut, tree, is_leaf=_is_stack)
+
+
+def _is_stack(node: Any) -> bool:
+    return isinstance(node, Stack)

@@ -1,0 +1,283 @@
+"""DeepSeek and its relatives: latent attention, mixture of experts, multi-token prediction."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ..layers.block import Block
+from ..layers.embedding import Embedding
+from ..layers.linear import Linear
+from ..layers.loss import IGNORED, cross_entropy
+from ..layers.mask import attention_mask
+from ..layers.mla import MLA
+from ..layers.mlp import MLP
+from ..layers.moe import MoE, MoEStats
+from ..layers.norm import RMSNorm
+from ..layers.rotary import Rotary, Tables
+from ..layers.router import SigmoidRouter, SoftmaxRouter, update_bias
+from ..layers.stack import Stack
+from ..policies.activation import Activation, named
+from .config import DeepSeekConfig
+from .model import Checkpoint, LanguageModel, Losses, check_boundaries, check_inputs, inner_boundaries
+
+
+def _router(config: DeepSeekConfig, key: PRNGKeyArray) -> SoftmaxRouter | SigmoidRouter:
+    options = {
+        "num_experts": config.n_routed_experts,
+        "top_k": config.num_experts_per_tok,
+        "groups": config.n_group,
+        "top_groups": config.topk_group,
+        "normalize": config.norm_topk_prob,
+        "scale": config.routed_scaling_factor,
+        "std": config.initializer_range,
+        "key": key,
+    }
+    if config.scoring_func == "sigmoid":
+        return SigmoidRouter(config.hidden_size, **options)
+    return SoftmaxRouter(config.hidden_size, method=config.topk_method, **options)
+
+
+def _block(config: DeepSeekConfig, moe: bool, dtype: Any, key: PRNGKeyArray) -> Block:
+    attention_key, feed_forward_key, router_key = jax.random.split(key, 3)
+    options = {"std": config.initializer_range, "dtype": dtype}
+    attention = MLA(
+        config.hidden_size,
+        num_heads=config.num_attention_heads,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        bias=config.attention_bias,
+        softmax_scale_factor=config.rotary().softmax_scale_factor,
+        key=attention_key,
+        **options,
+    )
+    if moe:
+        feed_forward = MoE(
+            config.hidden_size,
+            router=_router(config, router_key),
+            num_experts=config.n_routed_experts,
+            expert_size=config.moe_intermediate_size,
+            # The shared experts are stored, and run, as one wide MLP.
+            shared_size=config.moe_intermediate_size * config.n_shared_experts if config.n_shared_experts else None,
+            key=feed_forward_key,
+            **options,
+        )
+    else:
+        feed_forward = MLP(config.hidden_size, config.intermediate_size, key=feed_forward_key, **options)
+    return Block(attention, feed_forward, config.hidden_size, norm_eps=config.rms_norm_eps, dtype=dtype)
+
+
+class MTP(eqx.Module):
+    """One depth of multi-token prediction (DeepSeek-V3 technical report, section 2.2).
+
+    `norm(block(projection(concat[embedding_norm(embedding), hidden_norm(states)])))`: the embedding comes
+    first, as released weights have it (the report prints the other order). The model's head reads the
+    result, and so does the next depth.
+
+    Activations: `joined` `[batch, sequence, 2 * hidden_size]`, what the projection reads, `output`
+    `[batch, sequence, hidden_size]`, what the last norm reads, and those of the block.
+    """
+
+    embedding_norm: RMSNorm  # enorm
+    hidden_norm: RMSNorm  # hnorm
+    projection: Linear  # eh_proj
+    block: Block
+    norm: RMSNorm  # shared_head.norm
+    joined: Activation
+    output: Activation
+
+    def __init__(self, config: DeepSeekConfig, *, dtype: Any = jnp.float32, key: PRNGKeyArray):
+        """A module with a MoE block of its own, whatever the model's layers are."""
+        projection_key, block_key = jax.random.split(key)
+        size, eps, std = config.hidden_size, config.rms_norm_eps, config.initializer_range
+        self.embedding_norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.hidden_norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.projection = Linear(2 * size, size, std=std, dtype=dtype, key=projection_key)
+        self.block = _block(config, True, dtype, block_key)
+        self.norm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.joined = Activation("joined")
+        self.output = Activation("output")
+
+    @jax.named_scope("mtp")
+    def __call__(
+        self,
+        states: Float[Array, "batch sequence features"],
+        embeddings: Float[Array, "batch sequence features"],
+        *,
+        tables: Tables,
+        rotary: Rotary,
+        mask: Bool[Array, "#batch sequence sequence"],
+        token_mask: Bool[Array, "batch sequence"] | None = None,
+    ) -> tuple[Float[Array, "batch sequence features"], MoEStats]:
+        """From normed `states` and the `embeddings` of later tokens to normed states, and the statistics.
+
+        The other arguments are those of `Block`.
+        """
+        joined = jnp.concatenate([self.embedding_norm(embeddings), self.hidden_norm(states)], axis=-1)
+        x = self.projection(self.joined(joined))
+        x, stats = self.block(x, tables=tables, rotary=rotary, mask=mask, token_mask=token_mask)
+        return self.norm(self.output(x)), stats
+
+
+class Depth(NamedTuple):
+    """What one MTP module gives: states for the head, where they mean something, and its statistics."""
+
+    states: Float[Array, "batch sequence features"]
+    valid: Bool[Array, "batch sequence"]
+    stats: MoEStats
+
+
+class DeepSeek(LanguageModel):
+    """A DeepSeek-type decoder (DeepSeek-AI, 2024: V2 and V3), after transformers' `DeepseekV3ForCausalLM`.
+
+    The dense layers come first, then those with experts; a stack is None where there are no such layers.
+    `model(tokens)` gives logits, `model.hidden(tokens)` the states before the head, `model.mtp_hidden` those
+    of the MTP modules.
+    """
+
+    embedding: Embedding
+    dense_layers: Stack | None
+    moe_layers: Stack | None
+    norm: RMSNorm
+    head: Linear | None
+    mtp: tuple[MTP, ...]
+    rotary: Rotary
+    config: DeepSeekConfig = eqx.field(static=True)
+
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        *,
+        dtype: Any = jnp.float32,
+        segments: Sequence[int] = (),
+        scan: bool = True,
+        key: PRNGKeyArray,
+    ):
+        """Weights N(0, initializer_range^2), norms one, biases zero; drawn in float32, stored as `dtype`,
+        those of routers as float32.
+
+        `segments` are the layers, counted through both stacks, that begin a new segment, and `scan=False`
+        runs layers in a loop: neither changes the weights. Raises ValueError on boundaries that are no
+        inner layers.
+        """
+        check_boundaries(segments, config.num_hidden_layers)
+        embedding_key, dense_key, moe_key, head_key, mtp_key = jax.random.split(key, 5)
+        options = {"std": config.initializer_range, "dtype": dtype}
+        dense = config.first_k_dense_replace
+
+        def stack(start: int, num_layers: int, moe: bool, key: PRNGKeyArray) -> Stack | None:
+            if not num_layers:
+                return None
+            return Stack.build(
+                lambda key: _block(config, moe, dtype, key),
+                num_layers,
+                boundaries=inner_boundaries(segments, start, num_layers),
+                start=start,
+                scan=scan,
+                key=key,
+            )
+
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, key=embedding_key, **options)
+        self.dense_layers = stack(0, dense, False, dense_key)
+        self.moe_layers = stack(dense, config.num_hidden_layers - dense, True, moe_key)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.head = None
+        if not config.tie_word_embeddings:
+            self.head = Linear(config.hidden_size, config.vocab_size, key=head_key, **options)
+        mtp_keys = jax.random.split(mtp_key, config.num_nextn_predict_layers)
+        self.mtp = tuple(MTP(config, dtype=dtype, key=key) for key in mtp_keys)
+        self.rotary = config.rotary()
+        self.config = config
+
+    def stacks(self) -> dict[str, Stack]:
+        stacks = {"dense_layers": self.dense_layers, "moe_layers": self.moe_layers}
+        return {name: stack for name, stack in stacks.items() if stack is not None}
+
+    def mtp_hidden(
+        self,
+        states: Float[Array, "batch sequence features"],
+        tokens: Int[Array, "batch sequence"],
+        *,
+        positions: Int[Array, "#batch sequence"] | None = None,
+        segment_ids: Int[Array, "batch sequence"] | None = None,
+        mask: Bool[Array, "batch sequence"] | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> list[Depth]:
+        """The MTP modules' states, from `states` after the final norm, for depths k = 1, 2, ...
+
+        At depth k position i reads token i + k and predicts token i + k + 1. It is valid where token i + k
+        is a real one of the same document; elsewhere it is seen by no valid position and goes to no
+        expert. Arguments as for the model's call.
+        """
+        check_inputs(tokens, positions, segment_ids, mask)
+        self = named(self)
+        shared = self.shared_inputs(tokens, positions, segment_ids, mask)
+        depths = []
+        for k, module in enumerate(self.mtp, start=1):
+            valid = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < tokens.shape[1] - k, tokens.shape)
+            if segment_ids is not None:
+                valid &= segment_ids == _ahead(segment_ids, k, -1)
+            if mask is not None:
+                valid &= mask & _ahead(mask, k, False)
+            shared["mask"] = attention_mask(tokens.shape[1], segment_ids=segment_ids, mask=valid)
+            shared["token_mask"] = valid
+            # One checkpoint around the whole module: its projection and norms are annotated too.
+            run = module if checkpoint is None else checkpoint(module, prevent_cse=True)
+            states, stats = run(states, self.embedding(_ahead(tokens, k, 0)), **shared)
+            depths.append(Depth(states, valid, stats))
+        return depths
+
+    def losses(self, batch: Any, *, mtp: bool = True, checkpoint: Checkpoint | None = None) -> Losses:
+        """As in `LanguageModel`, with multi-token prediction."""
+        self = named(self)
+        tokens, mask = batch.tokens, batch.mask
+        inputs = {"positions": batch.positions, "segment_ids": batch.segment_ids, "mask": mask}
+        states, stats = self.hidden(tokens, **inputs, checkpoint=checkpoint)
+        total, count = cross_entropy(states, self.head_weight, batch.targets, mask=mask)
+        sums, counts = [jnp.zeros(0, jnp.float32)], [jnp.zeros(0, jnp.float32)]
+        depths = self.mtp_hidden(states, tokens, **inputs, checkpoint=checkpoint) if mtp else []
+        for k, depth in enumerate(depths, start=1):
+            targets = _ahead(batch.targets, k, IGNORED)
+            mtp_sum, mtp_count = cross_entropy(depth.states, self.head_weight, targets, mask=depth.valid)
+            sums.append(mtp_sum[None])
+            counts.append(mtp_count[None])
+            stats[f"mtp.{k - 1}"] = depth.stats
+        return Losses(total, count, jnp.concatenate(sums), jnp.concatenate(counts), stats)
+
+
+def _ahead(x: Int[Array, "batch sequence"] | Bool[Array, "batch sequence"], k: int, fill: Any) -> Array:
+    """`x[:, i + k]` at position i, and `fill` where a row has ended."""
+    k = min(k, x.shape[1])
+    return jnp.pad(x[:, k:], ((0, 0), (0, k)), constant_values=fill)
+
+
+def update_router_biases(model: DeepSeek, stats: dict[str, MoEStats], rate: float | Float[Array, ""]) -> DeepSeek:
+    """`model` with every router's selection bias moved towards an even load, by DeepSeek-V3's sign rule.
+
+    **Arguments:**
+
+    - `model`: or a tree of its shape that holds only its buffers. Nothing else in it is touched.
+    - `stats`: from `Losses.stats`, whose loads are the whole batch's. Stacks and modules that aren't in it
+        stay as they are.
+    - `rate`: the step, 1e-3 in the report.
+    """
+    if model.config.scoring_func != "sigmoid":
+        return model
+    places, values = [], []
+    if model.moe_layers is not None and "moe_layers" in stats:
+        edges = [b - model.moe_layers.start for b in model.moe_layers.boundaries]
+        loads = jnp.split(stats["moe_layers"].load, edges)
+        for i, (segment, load) in enumerate(zip(model.moe_layers.segments, loads, strict=True)):
+            places.append(lambda m, i=i: m.moe_layers.segments[i].moe.router.bias.value)
+            values.append(update_bias(segment.moe.router.bias.value, load, rate))
+    for i, module in enumerate(model.mtp):
+        if f"mtp.{i}" in stats:
+            places.append(lambda m, i=i: m.mtp[i].block.moe.router.bias.value)
+            values.append(update_bias(module.block.moe.router.bias.value, stats[f"mtp.{i}"].load, rate))
+    return eqx.tree_at(lambda m: [place(m) for place in places], model, values)

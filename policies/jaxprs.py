@@ -19,7 +19,7 @@ _SAME = {"name", "device_put", "reduce_precision", "copy", "copy_p", "optimizati
          "mesh_cast", "reshard", "pvary", "pbroadcast", "pcast"}  # fmt: skip
 # Eqns that lay the same elements out anew, or pick some of them.
 _VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "rev"}
-_PARTS = {"slice", "dynamic_slice", "gather", "unstack", "split"}
+_PARTS = {"slice", "dynamic_slice", "unstack", "split"}
 
 
 @dataclasses.dataclass(eq=False)

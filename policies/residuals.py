@@ -52,7 +52,7 @@ class Entry:
 class Census:
     """What the backward pass of a program keeps, and what became of each name.
 
-    - `entries`: everything kept, in the program's order.
+    - `entries`: everything kept, in the order in which the backward pass wants it.
     - `statuses`: for each activation and each name in the program `"device"`, `"host"`, `"recomputed"`,
       `"not needed"` (the backward pass doesn't use it), `"same value as NAME"` or `"never tagged"`.
     - `annotations`: the annotated activations, by their path.
@@ -90,12 +90,19 @@ class Census:
         """The kept values of the activation at `path`."""
         return tuple(e for e in self.entries if e.kind is Kind.NAMED and e.label == path)
 
-    def table(self) -> Table:
-        """All kept values and the names that aren't kept, as a table."""
+    def table(self, *, arguments: bool = False) -> Table:
+        """The kept values and the names that aren't kept, as a table.
+
+        Arguments are there whether kept or not: they get one line, or one each with `arguments=True`.
+        """
         rows = [
             (e.label, e.kind, "x".join(map(str, e.shape)) or "scalar", e.dtype, e.layers, format_bytes(e.bytes), e.memory)
             for e in self.entries
+            if arguments or e.kind is not Kind.ARGUMENT
         ]
+        read = [e for e in self.entries if e.kind is Kind.ARGUMENT]
+        if read and not arguments:
+            rows.append((f"{len(read)} arguments", "argument", "", "", "", format_bytes(self.bytes("argument")), "device"))
         kept = {e.label for e in self.entries if e.kind is Kind.NAMED}
         rows += [
             (name, "named", "", "", "", "", status) for name, status in self.statuses.items() if name not in kept

@@ -25,9 +25,9 @@ class MLA(eqx.Module):
     with rotation. The rotated part of the key comes straight from `x`, is not normalised, and is one for all
     heads. Queries go through a latent of their own, or with `q_lora_rank=None` through one projection.
 
-    Scores are multiplied by `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5` and by `softmax_scale_factor`, YaRN's
-    correction (see `Rotary.softmax_scale_factor`). It comes on top of what the rotary tables are
-    multiplied by.
+    Scores are multiplied by `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5` and by YaRN's correction,
+    `Rotary.softmax_scale_factor`, on top of what the rotary tables are multiplied by. A number given as
+    `softmax_scale_factor` replaces the correction of the rotary embedding that the layer is called with.
 
     Activations: `query_latent` `[batch, sequence, q_lora_rank]` (absent without) and `kv_latent`
     `[batch, sequence, kv_lora_rank + qk_rope_head_dim]`, the down projections before their norms; `query` and `key`
@@ -54,7 +54,7 @@ class MLA(eqx.Module):
     qk_nope_head_dim: int = eqx.field(static=True)
     qk_rope_head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
-    softmax_scale_factor: float = eqx.field(static=True)
+    softmax_scale_factor: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class MLA(eqx.Module):
         qk_rope_head_dim: int,
         v_head_dim: int,
         bias: bool = False,
-        softmax_scale_factor: float = 1.0,
+        softmax_scale_factor: float | None = None,
         std: float = 0.02,
         dtype: Any = jnp.float32,
         key: PRNGKeyArray,
@@ -86,7 +86,7 @@ class MLA(eqx.Module):
             v_head_dim=v_head_dim,
             **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}),
         )
-        if not softmax_scale_factor > 0:
+        if softmax_scale_factor is not None and not softmax_scale_factor > 0:
             raise ValueError(f"MLA: softmax_scale_factor must be positive, got {softmax_scale_factor!r}")
         keys = jax.random.split(key, 5)
         biased = {"use_bias": bias, "std": std, "dtype": dtype}
@@ -111,12 +111,14 @@ class MLA(eqx.Module):
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim = v_head_dim
-        self.softmax_scale_factor = float(softmax_scale_factor)
+        self.softmax_scale_factor = None if softmax_scale_factor is None else float(softmax_scale_factor)
 
-    @property
-    def scale(self) -> float:
+    def scale(self, rotary: Rotary | None = None) -> float:
         """What scores are multiplied by before the softmax."""
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.softmax_scale_factor
+        factor = self.softmax_scale_factor
+        if factor is None:
+            factor = 1.0 if rotary is None else rotary.softmax_scale_factor
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * factor
 
     @jax.named_scope("mla")
     def __call__(
@@ -151,5 +153,5 @@ class MLA(eqx.Module):
         query = self.query(jnp.concatenate([query[..., :nope], rotated_query], axis=-1))
         key = self.key(jnp.concatenate([key_value[..., :nope], shared_key], axis=-1))
         value = self.value(key_value[..., nope:])
-        context = self.context(dot_product_attention(query, key, value, mask, self.scale))
+        context = self.context(dot_product_attention(query, key, value, mask, self.scale(rotary)))
         return self.output_projection(rearrange(context, "b s h d -> b s (h d)"))

@@ -205,8 +205,7 @@ def balance_loss(
     load = count * per_token * (num_experts / top_k)
     # Masked before the division, so that nothing a masked token holds reaches a gradient.
     scores = jnp.where(valid[:, None], routing.scores, 1)
-    share = scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)
-    share = jnp.where(valid[:, None], share, 0).reshape(batch, -1, num_experts)
+    share = jnp.where(valid[:, None], _shares(scores), 0).reshape(batch, -1, num_experts)
     mean_share = jnp.sum(share, axis=1) * per_token
     sequences = jnp.sum(length > 0, dtype=jnp.float32)
     return jnp.sum(lax.stop_gradient(load) * mean_share) / jnp.maximum(sequences, 1)
@@ -265,8 +264,15 @@ def _keep_groups(choice: Array, group_scores: Array, top_groups: int) -> Array:
 def _weights(scores: Array, indices: Array, normalize: bool, scale: float) -> Array:
     weights = _take(scores.shape[-1], scores, indices)
     if normalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
+        weights = _shares(weights)
     return weights * scale
+
+
+def _shares(x: Array) -> Array:
+    total = jnp.sum(x, axis=-1, keepdims=True)
+    # The derivative of a division squares the divisor, and the square of such a sum is zero.
+    total = jnp.where(total > 1e-15, total, lax.stop_gradient(total))
+    return x / (total + _TINY)
 
 
 def _one_hot(indices: Array, size: int) -> Array:

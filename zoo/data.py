@@ -53,25 +53,27 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token for each byte, 0 to 255, and 256 for the end of a document: 257 in all."""
+    """One token for each byte, 0 to 255, and four more: a document's begin and end, padding, and one in reserve."""
 
-    vocab_size = 257
-    end = 256
+    vocab_size = 260
+    begin = 256
+    end = 257
+    padding = 258
 
-    def encode(self, text: str | bytes, *, end: bool = False) -> np.ndarray:
-        """The UTF-8 bytes of `text` as int32 `[length]`, with the end token after them if `end`."""
+    def encode(self, text: str | bytes, *, begin: bool = False, end: bool = False) -> np.ndarray:
+        """The UTF-8 bytes of `text` as int32 `[length]`, with the tokens around them that are asked for."""
         data = text.encode() if isinstance(text, str) else bytes(text)
         ids = np.frombuffer(data, np.uint8).astype(np.int32)
-        return np.append(ids, np.int32(self.end)) if end else ids
+        return np.concatenate([[self.begin] * begin, ids, [self.end] * end]).astype(np.int32)
 
     def decode(self, ids: Any) -> str:
-        """The text of integer `ids`; end tokens say nothing, and broken UTF-8 becomes U+FFFD.
+        """The text of integer `ids`; tokens that are no bytes say nothing, and broken UTF-8 becomes U+FFFD.
 
-        Raises ValueError for an id outside the vocabulary, which a model with more ids than bytes may sample.
+        Raises ValueError for an id outside the vocabulary.
         """
         ids = np.asarray(ids).reshape(-1)
         check_tokens(ids, self.vocab_size)
-        return ids[ids < self.end].astype(np.uint8).tobytes().decode(errors="replace")
+        return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
     def __repr__(self) -> str:
         return "ByteTokenizer()"
@@ -221,7 +223,7 @@ class PackedDataset:
     ):
         """**Arguments:**
 
-        - `tokenizer`: bytes to ids; `ByteTokenizer` with its end token after each document by default.
+        - `tokenizer`: bytes to ids; `ByteTokenizer` by default, with the begin and end of each document marked.
         - `vocab_size`: of the model that will read it.
         - `padded`: take a corpus shorter than one sequence (a small validation set) and pad it.
 
@@ -231,7 +233,7 @@ class PackedDataset:
             raise ValueError(f"sequence_length must be a positive integer, got {sequence_length!r}")
         if tokenizer is None:
             byte_tokenizer = ByteTokenizer()
-            encoded = [byte_tokenizer.encode(text, end=True) for text in corpus.documents]
+            encoded = [byte_tokenizer.encode(text, begin=True, end=True) for text in corpus.documents]
         else:
             encoded = [np.asarray(tokenizer.encode(text)) for text in corpus.documents]
         stream = np.concatenate(encoded)

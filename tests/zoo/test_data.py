@@ -17,28 +17,29 @@ def test_tokenizer_round_trip():
     tokenizer = ByteTokenizer()
     text = "Größe = 3 µm\n\x7f"
     ids = tokenizer.encode(text, end=True)
-    assert ids.dtype == np.int32 and ids[-1] == 256 and len(ids) == len(text.encode()) + 1
+    assert ids.dtype == np.int32 and ids[-1] == 257 and len(ids) == len(text.encode()) + 1
     assert tokenizer.decode(ids) == text
-    assert tokenizer.encode(b"\xff\x00").tolist() == [255, 0]
-    with pytest.raises(ValueError, match="token id 257 .* 0 to 256"):
-        tokenizer.decode([65, 257])
+    assert tokenizer.encode(b"\xff\x00", begin=True).tolist() == [256, 255, 0]
+    assert tokenizer.encode("").dtype == np.int32
+    with pytest.raises(ValueError, match="token id 260 .* 0 to 259"):
+        tokenizer.decode([65, 260])
 
 
 def test_rows_against_a_walk_through_the_documents():
     corpus, length = alphabet(5, 1, 30, 7, 12), 9
     dataset = PackedDataset(corpus, length)
-    flat = [(d, i, t) for d, text in enumerate(corpus.documents) for i, t in enumerate([*text, 256])]
-    assert dataset.tokens == len(flat) == 60 and len(dataset) == 7
+    flat = [(d, i, t) for d, text in enumerate(corpus.documents) for i, t in enumerate([256, *text, 257])]
+    assert dataset.tokens == len(flat) == 65 and len(dataset) == 8
     batch = dataset.rows(range(len(dataset)))
-    assert [a.shape for a in batch] == [(7, 9)] * 5
+    assert [a.shape for a in batch] == [(8, 9)] * 5
     assert [a.dtype for a in batch] == [np.int32] * 4 + [bool]
-    for row in range(7):
+    for row in range(8):
         segment, position, before = -1, 0, None
         for column in range(length):
             k = row * length + column
             got = [a[row, column].item() for a in batch]
             document, place, token = flat[k] if k < len(flat) else (None, None, 0)
-            last = document is None or place == len(corpus.documents[document])
+            last = document is None or place == len(corpus.documents[document]) + 1
             if column == 0 or document != before:
                 segment, position, before = segment + 1, 0, document
             expected = [token, -100 if last else flat[k + 1][2], segment, position, document is not None]
@@ -50,10 +51,10 @@ def test_every_pair_of_neighbours_is_a_target_once():
     corpus = alphabet(50, 3, 41, 1, 64)
     batch = PackedDataset(corpus, 16).rows(range(len(PackedDataset(corpus, 16))))
     valid = batch.targets != -100
-    assert valid.sum() == corpus.size  # each byte predicts its successor, the last one the end
+    assert valid.sum() == corpus.size + 5  # each byte and each document's end is predicted once
     assert not valid[~batch.mask].any()
     pairs = sorted(zip(batch.tokens[valid].tolist(), batch.targets[valid].tolist(), strict=True))
-    expected = sorted((a, b) for text in corpus.documents for a, b in zip([*text], [*text[1:], 256], strict=True))
+    expected = sorted((a, b) for text in corpus.documents for a, b in zip([256, *text], [*text, 257], strict=True))
     assert pairs == expected
 
 
@@ -174,9 +175,9 @@ def test_nothing_to_read(tmp_path, monkeypatch):
 
 def test_checks_before_training():
     corpus = alphabet(20)
-    with pytest.raises(ValueError, match="sequence length 22 is longer than the corpus .21 tokens"):
-        PackedDataset(corpus, 22)
-    assert len(PackedDataset(corpus, 22, padded=True)) == 1
+    with pytest.raises(ValueError, match="sequence length 23 is longer than the corpus .22 tokens"):
+        PackedDataset(corpus, 23)
+    assert len(PackedDataset(corpus, 23, padded=True)) == 1
     with pytest.raises(ValueError, match="token id 256 .* 0 to 255"):
         PackedDataset(corpus, 4, vocab_size=256)
     with pytest.raises(ValueError, match="sequence_length .* got 0"):

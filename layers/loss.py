@@ -13,6 +13,7 @@ _CHUNK = 1024
 _SMALL_CHUNK = 128
 
 
+@jax.named_scope("cross_entropy")
 def cross_entropy(
     hidden: Float[Array, "batch sequence features"],
     head_weight: Float[Array, "vocab features"],
@@ -111,7 +112,6 @@ def _summed(width: int, hidden: Array, weight: Array, targets: Array) -> Array:
     return _forward(width, hidden, weight, targets)[0]
 
 
-@jax.named_scope("cross_entropy")
 def _summed_forward(width: int, hidden: Array, weight: Array, targets: Array) -> tuple[Array, tuple]:
     total, normalisers = _forward(width, hidden, weight, targets)
     return total, (hidden, weight, targets, normalisers)
@@ -129,6 +129,8 @@ def _summed_backward(width: int, kept: tuple, cotangent: Array) -> tuple[Array, 
         probabilities = jnp.exp(_logits(states, weight) - normaliser[..., None])
         valid = jnp.where(labels == IGNORED, 0, cotangent)[..., None]
         gradient = jnp.where(valid == 0, 0, (probabilities - _is_target(labels, vocab)) * valid).astype(states.dtype)
+        # Ignored positions may hold anything, and zero times infinity is not zero.
+        states = jnp.where(valid == 0, 0, states)
         states_gradient = jnp.einsum("bsv,vd->bsd", gradient, weight.astype(states.dtype))
         before = jax.lax.dynamic_slice_in_dim(hidden_gradient, start, width, axis=1)
         hidden_gradient = jax.lax.dynamic_update_slice_in_dim(

@@ -21,8 +21,12 @@ def error(a, b):
 def randomised(layer, key):
     leaves, structure = jax.tree.flatten(layer)
     keys = jax.random.split(key, len(leaves))
-    draw = lambda k, a: (jax.random.normal(k, a.shape) / math.sqrt(a.shape[-1]) if a.ndim == 2 else 1 + 0.5 * jax.random.normal(k, a.shape))  # noqa: E731, E501
-    return structure.unflatten([draw(k, a).astype(a.dtype) for k, a in zip(keys, leaves)])
+
+    def draw(key, a):
+        normal = jax.random.normal(key, a.shape)
+        return (normal / math.sqrt(a.shape[-1]) if a.ndim == 2 else 1 + 0.5 * normal).astype(a.dtype)
+
+    return structure.unflatten([draw(k, a) for k, a in zip(keys, leaves)])
 
 
 def softmax_attention(q, k, v, mask, scale):
@@ -217,7 +221,8 @@ def test_activations_are_what_attention_uses():
     assert [a.path for a in annotations(layer)] == ["query", "key", "value", "context"]
     rotary = Rotary(6, 100.0, 128)
     tables = rotary.tables(jnp.arange(5)[None], jnp.float32)
-    jaxpr = jax.make_jaxpr(lambda x: layer(x, tables=tables, rotary=rotary, mask=attention_mask(5)))(jnp.ones((2, 5, 8)))
+    mask = attention_mask(5)
+    jaxpr = jax.make_jaxpr(lambda x: layer(x, tables=tables, rotary=rotary, mask=mask))(jnp.ones((2, 5, 8)))
     named = {
         eqn.params["name"]: eqn.outvars[0].aval.shape for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "name"
     }
@@ -227,7 +232,8 @@ def test_activations_are_what_attention_uses():
 
 @pytest.mark.parametrize("weight_dtype", [jnp.float32, jnp.bfloat16])
 def test_bfloat16(weight_dtype):
-    layer = randomised(Attention(8, **CASES["norm by head"], dtype=weight_dtype, key=jax.random.key(0)), jax.random.key(1))
+    layer = Attention(8, **CASES["norm by head"], dtype=weight_dtype, key=jax.random.key(0))
+    layer = randomised(layer, jax.random.key(1))
     x, *_ = inputs()
     rotary, mask = Rotary(6, 100.0, 128), attention_mask(LENGTH)
 
@@ -242,6 +248,12 @@ def test_bfloat16(weight_dtype):
     assert error(out, run(wide, narrow.astype(jnp.float32))) < 2e-2
     gradient = jax.grad(lambda layer: jnp.sum(run(layer, narrow).astype(jnp.float32)))(layer)
     assert {a.dtype for a in jax.tree.leaves(gradient)} == {jnp.dtype(weight_dtype)}
+
+
+@pytest.mark.parametrize(("qk_norm", "downcast_first"), [("head", True), ("full", False)])
+def test_query_and_key_norms_round_as_their_families_do(qk_norm, downcast_first):
+    layer = Attention(8, num_heads=2, num_kv_heads=1, head_dim=4, qk_norm=qk_norm, key=jax.random.key(0))
+    assert layer.query_norm.downcast_first == layer.key_norm.downcast_first == downcast_first
 
 
 def test_bad_input():

@@ -24,6 +24,7 @@ def default_sharding() -> Sharding:
 
 
 def replicated(sharding: Sharding) -> Sharding:
+    """Where a scalar goes beside an array that lies at `sharding`: on all of its devices."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
     return sharding

@@ -63,7 +63,7 @@ def decayed(parameters: PyTree) -> PyTree:
 
 
 def warmup_cosine(
-    peak: float, *, steps: int, warmup: int | None = None, final_fraction: float = 0.1
+    peak: float | int, *, steps: int, warmup: int | None = None, final_fraction: float | int = 0.1
 ) -> optax.Schedule:
     """A learning rate that rises linearly to `peak`, then falls along a cosine to `final_fraction * peak`.
 
@@ -89,12 +89,12 @@ def warmup_cosine(
 
 
 def adamw(
-    learning_rate: float | optax.Schedule,
+    learning_rate: float | int | optax.Schedule,
     *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
+    b1: float | int = 0.9,
+    b2: float | int = 0.95,
+    eps: float | int = 1e-8,
+    weight_decay: float | int = 0.1,
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter, 2019) with weight decay where `decayed` says so.
 

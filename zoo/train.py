@@ -113,10 +113,10 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     checkpoint: bool | Callable[..., Any] = True,
-    mtp_weight: float = 0.3,
-    balance_weight: float = 1e-4,
-    bias_rate: float = 1e-3,
-    clip_norm: float | None = 1.0,
+    mtp_weight: float | int = 0.3,
+    balance_weight: float | int = 1e-4,
+    bias_rate: float | int = 1e-3,
+    clip_norm: float | int | None = 1.0,
     compute_dtype: Any = None,
     max_bad_steps: int = 10,
 ) -> "Step":
@@ -151,7 +151,9 @@ def make_train_step(
     if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
         raise ValueError(f"compute_dtype must be a floating dtype, got {compute_dtype!r}")
     wrap = apply_annotations if checkpoint is True else checkpoint or None
-    options = _Options(mtp_weight, balance_weight, bias_rate, clip_norm, compute_dtype, max_bad_steps, wrap)
+    clip = None if clip_norm is None else float(clip_norm)
+    weights = float(mtp_weight), float(balance_weight), float(bias_rate)
+    options = _Options(*weights, clip, compute_dtype, max_bad_steps, wrap)
     return Step(model, optimizer, options)
 
 
@@ -313,7 +315,7 @@ def evaluate(step: Step, state: TrainState, batches: Iterable[Batch]) -> float:
     return step.evaluate(state, batches)
 
 
-def _balanced(buffers: dict[str, Any], load: dict[str, Array], rate: float, mtp: bool) -> dict[str, Any]:
+def _balanced(buffers: dict[str, Any], load: dict[str, Array], rate: float | int, mtp: bool) -> dict[str, Any]:
     """The buffers with each router's selection bias moved by the sign rule, from the load of its stack.
 
     A stack's biases are [layers, experts], segment after segment; its load is stacked over all its layers.

@@ -31,7 +31,9 @@ def replicated(sharding: Sharding) -> Sharding:
 
 
 def settled(leaf: Any) -> bool:
-    """Whether a leaf says where it is, memory kind included."""
+    """Whether a leaf says where it is, memory kind included. One being traced has no place to say."""
+    if isinstance(leaf, jax.core.Tracer):
+        return True
     sharding = getattr(leaf, "sharding", None)
     committed = leaf.committed if isinstance(leaf, jax.Array) else True
     return sharding is not None and sharding.memory_kind is not None and committed

@@ -77,8 +77,6 @@ def init_state(
     """
     parameters, rest = trainable(model)
     params, buffers = commit((arrays_by_path(parameters), arrays_by_path(rest)), sharding)
-    first = next(iter(params.values()), None)
-    scalar = replicated(first.sharding) if first is not None else sharding or default_sharding()
 
     def widened(leaf: Any) -> Any:
         return leaf.dtype if master_dtype is None else jnp.promote_types(leaf.dtype, master_dtype)
@@ -92,6 +90,8 @@ def init_state(
 
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in [*params.values(), *buffers.values()]):
+        return make(params, buffers, key)  # inside `jax.eval_shape`, where nothing lies anywhere
     abstract = jax.eval_shape(make, params, buffers, key)
 
     def place(path: tuple, leaf: Any) -> Sharding:
@@ -102,6 +102,8 @@ def init_state(
                 return like.sharding
         return scalar
 
+    first = next(iter(params.values()), None)
+    scalar = replicated(first.sharding) if first is not None else sharding or default_sharding()
     shardings = jax.tree_util.tree_map_with_path(place, abstract)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in [*params.values(), *buffers.values()]):
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)

@@ -45,21 +45,26 @@ def reference(x, weight, sizes, cotangent):
     return y, dx, dw
 
 
-def value_and_gradients(*arguments):
+def value_and_gradients(*arguments, windows=None):
+    del windows  # for jit alone: a program for each
     x, weight, sizes, cotangent = map(jnp.asarray, arguments)
     y, pullback = jax.vjp(lambda x, weight: grouped_matmul(x, weight, sizes), x, weight)
     return y, *pullback(cotangent)
 
 
-@pytest.fixture(params=[(256, 64), (8, 3), (4,)], ids=str)
+run = jax.jit(value_and_gradients, static_argnames="windows")
+
+
+@pytest.fixture(params=[(256, 64), (8, 3)], ids=str)
 def windows(request, monkeypatch):
     monkeypatch.setattr(module, "WINDOWS", request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_value_and_gradients(sizes, windows):
     arguments = problem(sizes)
-    for got, expected in zip(jax.jit(value_and_gradients)(*arguments), reference(*arguments), strict=True):
+    for got, expected in zip(run(*arguments, windows=windows), reference(*arguments), strict=True):
         close(got, expected, 1e-6)
         # What no row contributes to is zero to the last bit.
         assert np.all(np.asarray(got)[expected == 0] == 0)
@@ -71,14 +76,18 @@ def test_more_rows_than_the_windows():
         close(got, expected, 1e-6)
 
 
+@jax.jit
+def ragged_side(x, weight, sizes, cotangent):
+    y = module._rows_times_experts_ragged(x, weight, sizes, transpose=False)
+    dx = module._rows_times_experts_ragged(cotangent, weight, sizes, transpose=True)
+    return y, dx, module._rows_times_rows_ragged(cotangent, x, sizes)
+
+
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_the_other_platforms_side(sizes):
     """What accelerators run, on this one: the same numbers and the same zeros."""
-    x, weight, sizes, cotangent = problem(sizes)
-    y = module._rows_times_experts_ragged(x, weight, sizes, transpose=False)
-    dx = module._rows_times_experts_ragged(cotangent, weight, sizes, transpose=True)
-    dw = module._rows_times_rows_ragged(cotangent, x, sizes)
-    for got, expected in zip((y, dx, dw), reference(x, weight, sizes, cotangent), strict=True):
+    arguments = problem(sizes)
+    for got, expected in zip(ragged_side(*arguments), reference(*arguments), strict=True):
         close(got, expected, 1e-6)
         assert np.all(np.asarray(got)[expected == 0] == 0)
 
@@ -86,9 +95,9 @@ def test_the_other_platforms_side(sizes):
 def test_rows_in_no_group_may_hold_anything(windows):
     x, weight, sizes, cotangent = problem(SIZES["fewer than the rows"])
     used = sizes.sum()
-    clean = value_and_gradients(x, weight, sizes, cotangent)
+    clean = run(x, weight, sizes, cotangent, windows=windows)
     x[used:], cotangent[used:] = np.nan, np.inf
-    for a, b in zip(value_and_gradients(x, weight, sizes, cotangent), clean, strict=True):
+    for a, b in zip(run(x, weight, sizes, cotangent, windows=windows), clean, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -102,14 +111,15 @@ def test_no_rows_at_all():
 def test_dtypes(windows):
     x, weight, sizes, cotangent = problem([3, 0, 17, 9])
     half = jnp.bfloat16
-    y, dx, dw = value_and_gradients(x.astype(half), weight, sizes, cotangent.astype(half))
+    y, dx, dw = run(x.astype(half), weight, sizes, cotangent.astype(half), windows=windows)
     assert (y.dtype, dx.dtype, dw.dtype) == (half, half, jnp.float32)
     rounded = [np.asarray(jnp.asarray(a, half), np.float32) for a in (x, weight, cotangent)]
     expected = reference(rounded[0], rounded[1], sizes, rounded[2])
     close(y, expected[0], 4e-3)
     close(dx, expected[1], 4e-3)
     close(dw, expected[2], 1e-6)  # summed in float32, and the parameter is float32
-    assert value_and_gradients(x.astype(half), weight.astype(half), sizes, cotangent.astype(half))[2].dtype == half
+    halves = x.astype(half), weight.astype(half), sizes, cotangent.astype(half)
+    assert jax.eval_shape(value_and_gradients, *halves)[2].dtype == half
 
 
 def test_each_platform_gets_its_own_program():

@@ -165,7 +165,7 @@ def test_padding_is_finite_and_reaches_nobody():
     expected = reference(layer, x, np.arange(SEQUENCE)[None], (1.0, 0.707), visible)
     close(np.asarray(y)[valid], expected[valid], 2e-5)
     # The padded sequence leaves no trace in the parameters' gradients.
-    alone = jax.grad(loss, has_aux=True)(layer, x[:1], valid[:1])[0]
+    alone = jax.jit(jax.grad(loss, has_aux=True))(layer, x[:1], valid[:1])[0]
     for a, b in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(alone), strict=True):
         close(a, b, 1e-5)
 
@@ -182,7 +182,7 @@ def test_gradients_of_every_parameter():
         return jnp.sum(y * cotangent.astype(np.float32))
 
     leaves, structure = jax.tree.flatten(layer)
-    grads = jax.tree.leaves(jax.grad(loss)(layer))
+    grads = jax.tree.leaves(jax.jit(jax.grad(loss))(layer))
     rng = np.random.default_rng(1)
     for index, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
         direction = rng.standard_normal(leaf.shape)
@@ -190,7 +190,8 @@ def test_gradients_of_every_parameter():
         def at(step, index=index, leaf=leaf, direction=direction):
             moved = [np.asarray(a, np.float64) for a in leaves]
             moved[index] = np.asarray(leaf, np.float64) + step * direction
-            return np.sum(reference(jax.tree.unflatten(structure, moved), x, positions, (1.0, 0.707), causal) * cotangent)
+            moved = jax.tree.unflatten(structure, moved)
+            return np.sum(reference(moved, x, positions, (1.0, 0.707), causal) * cotangent)
 
         expected = (at(1e-6) - at(-1e-6)) / 2e-6
         got = np.sum(np.asarray(grad, np.float64) * direction)
@@ -200,7 +201,7 @@ def test_gradients_of_every_parameter():
 def test_half_precision():
     layer, rotary, x = make(7), make_rotary((1.0, 1.0)), make_input().astype(jnp.bfloat16)
     tables = rotary.tables(jnp.arange(SEQUENCE)[None], jnp.bfloat16)
-    y = layer(x, tables=tables, rotary=rotary, mask=attention_mask(SEQUENCE))
+    y = jax.jit(lambda x: layer(x, tables=tables, rotary=rotary, mask=attention_mask(SEQUENCE)))(x)
     assert y.dtype == jnp.bfloat16
     expected = reference(
         layer, np.asarray(x, np.float32), np.arange(SEQUENCE)[None], (1.0, 1.0), np.tril(np.ones((70, 70), bool))[None]

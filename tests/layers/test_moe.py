@@ -1,3 +1,5 @@
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -5,7 +7,6 @@ import numpy as np
 import pytest
 
 from overspill import policies
-from overspill.layers import experts as experts_module
 from overspill.layers.moe import MoE
 from overspill.layers.router import SigmoidRouter, SoftmaxRouter
 from overspill.policies.activation import annotations
@@ -79,23 +80,27 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize("kind", KINDS)
-def test_against_every_expert_on_every_token(kind, mask):
-    layer, x = make(kind), make_input()
-    valid = jnp.ones((BATCH, SEQUENCE), bool) if mask is None else jnp.asarray(mask)
+@functools.cache
+def both(kind, masked):
+    """Compiled: loss, output, load and gradients, of the layer and of the dense one."""
 
-    def loss(layer, x):
-        y, stats = layer(x, token_mask=None if mask is None else valid)
+    def loss(layer, x, valid):
+        y, stats = layer(x, token_mask=valid if masked else None)
         return jnp.sum(y * COTANGENT), (y, stats.load)
 
-    def expected_loss(layer, x):
+    def dense_loss(layer, x, valid):
         y, load = dense(layer, x, valid)
         return jnp.sum(y * COTANGENT), (y, load)
 
-    got, expected = (
-        jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(layer, x) for f in (loss, expected_loss)
-    )
+    return [jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True)) for f in (loss, dense_loss)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_against_every_expert_on_every_token(kind, mask):
+    layer, x = make(kind), make_input()
+    valid = jnp.ones((BATCH, SEQUENCE), bool) if mask is None else jnp.asarray(mask)
+    got, expected = (run(layer, x, valid) for run in both(kind, mask is not None))
     all_close(got, expected)
     assert (np.linalg.norm(expected[1][0].router.weight) > 0) == bool(np.any(valid))
 
@@ -118,7 +123,7 @@ def test_outside_numpy():
             expected[at] += 2.5 * score[i] / score[chosen].sum() * (f64(e.down_weight)[i] @ hidden)
         hidden = silu(f64(m.gate_projection.weight) @ token) * (f64(m.up_projection.weight) @ token)
         expected[at] += f64(m.down_projection.weight) @ hidden
-    close(layer(x)[0], expected, 1e-6)
+    close(jax.jit(lambda x: layer(x)[0])(x), expected, 1e-6)
 
 
 def route_to(layer, favoured):
@@ -128,8 +133,13 @@ def route_to(layer, favoured):
 
 def test_experts_without_tokens_get_no_gradient():
     layer, x = route_to(make(), [0, 1, 2]), make_input()
-    grads = jax.grad(lambda m: jnp.sum(m(x)[0] * COTANGENT))(layer)
-    np.testing.assert_array_equal(layer(x)[1].load, [26, 26, 26, 0, 0, 0, 0, 0])
+    
+    def loss(layer):
+        y, stats = layer(x)
+        return jnp.sum(y * COTANGENT), stats.load
+
+    grads, load = jax.jit(jax.grad(loss, has_aux=True))(layer)
+    np.testing.assert_array_equal(load, [26, 26, 26, 0, 0, 0, 0, 0])
     for leaf in jax.tree.leaves(grads.experts):
         assert np.all(np.asarray(leaf[3:]) == 0)
         assert all(np.linalg.norm(part) > 0 for part in leaf[:3])
@@ -142,7 +152,7 @@ def test_the_bias_gets_no_gradient():
         y, stats = layer(x)
         return jnp.sum(y**2) + stats.balance_loss
 
-    grads = jax.grad(loss)(layer)
+    grads = jax.jit(jax.grad(loss))(layer)
     np.testing.assert_array_equal(grads.router.bias.value, np.zeros(EXPERTS))
 
 
@@ -155,46 +165,54 @@ def test_padding_reaches_nothing():
 
     x = make_input()
     other = jnp.where(mask[..., None], x, 3 * make_input(9))
-    (_, (y, stats)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
-    (_, (y2, stats2)), grads2 = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, other)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    ((_, (y, stats)), grads), ((_, (y2, stats2)), grads2) = run(layer, x), run(layer, other)
     np.testing.assert_array_equal(y[mask], y2[mask])
     np.testing.assert_array_equal(stats.load, stats2.load)
     all_close(grads, grads2, 1e-6)
     np.testing.assert_array_equal(np.asarray(grads[1])[~np.asarray(mask)], 0)
     assert float(jnp.sum(stats.load)) == TOP_K * int(mask.sum())
     without = eqx.tree_at(lambda m: m.shared, layer, None)
-    np.testing.assert_array_equal(np.asarray(without(x, token_mask=mask)[0])[~np.asarray(mask)], 0)
+    np.testing.assert_array_equal(np.asarray(eqx.filter_jit(without)(x, token_mask=mask)[0])[~np.asarray(mask)], 0)
+
+
+def stack(seeds=(10, 11)):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(make(seed=seed) for seed in seeds))
+
+
+@functools.cache
+def expected_of_a_stack():
+    """Loss and gradients of two layers in a loop, every expert on every token."""
+    valid = jnp.asarray(MASKS["some"])
+
+    def loss(stacked, x):
+        total = 0.0
+        for i in range(2):
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+            tokens = x.reshape(-1, FEATURES)
+            total += layer.router.balance_loss(layer.router(tokens), batch=BATCH, token_mask=valid.reshape(-1))
+            x = x + 0.3 * dense(layer, x, valid)[0]
+        return jnp.sum(x * COTANGENT) + total
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(stack(), make_input())
 
 
 @pytest.mark.parametrize("placement", ["device", "host", "recompute", "mixed"])
-def test_any_placement_in_a_scan_over_layers(placement, monkeypatch):
-    """Stacked layers under checkpoint and scan: the loss and the gradients of a plain loop."""
-    monkeypatch.setattr(experts_module, "WINDOWS", (8, 3))
-    layers = [make(seed=seed) for seed in (10, 11, 12)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    x, mask = make_input(), jnp.asarray(MASKS["some"])
-    mixed = {"*": "device", "dispatched": "host", "experts.gate": "recompute", "expert_output": "recompute", "router.logits": "host"}
+def test_any_placement_in_a_scan_over_layers(placement):
+    mixed = {"*": "device", "dispatched": "host", "experts.gate": "recompute", "router.logits": "host"}
+    stacked = policies.place(stack(), mixed if placement == "mixed" else {"*": placement})
 
-    stacked = policies.place(stacked, mixed if placement == "mixed" else {"*": placement})
-
-    def loop(stacked, x):
-        total = 0.0
-        for i in range(3):
-            y, stats = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)(x, token_mask=mask)
-            x, total = x + 0.3 * y, total + stats.balance_loss
-        return jnp.sum(x * COTANGENT) + total
-
-    def scanned(stacked, x):
+    def loss(stacked, x):
         def step(x, layer):
-            y, stats = policies.checkpoint(layer, prevent_cse=False)(x, token_mask=mask)
+            y, stats = policies.checkpoint(layer, prevent_cse=False)(x, token_mask=jnp.asarray(MASKS["some"]))
             return x + 0.3 * y, stats
 
         x, stats = jax.lax.scan(step, x, stacked)
-        assert stats.load.shape == (3, EXPERTS)
+        assert stats.load.shape == (2, EXPERTS)
         return jnp.sum(x * COTANGENT) + jnp.sum(stats.balance_loss)
 
-    got, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(stacked, x) for f in (scanned, loop))
-    all_close(got, expected, 2e-6)
+    got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(stacked, make_input())
+    all_close(got, expected_of_a_stack(), 2e-6)
 
 
 def test_nothing_is_scattered():
@@ -210,12 +228,13 @@ def test_nothing_is_scattered():
 
 def test_half_precision():
     layer, x = make(), make_input().astype(jnp.bfloat16)
-    y, stats = layer(x)
+    call = jax.jit(lambda m, x: m(x))
+    y, stats = call(layer, x)
     assert y.dtype == jnp.bfloat16 and stats.load.dtype == stats.balance_loss.dtype == jnp.float32
-    wide = layer(x.astype(jnp.float32))
+    wide = call(layer, x.astype(jnp.float32))
     np.testing.assert_array_equal(stats.load, wide[1].load)
     close(y.astype(jnp.float32), wide[0], 0.02)
-    grads = jax.grad(lambda m: jnp.sum(m(x)[0].astype(jnp.float32)))(layer)
+    grads = jax.eval_shape(jax.grad(lambda m: jnp.sum(m(x)[0].astype(jnp.float32))), layer)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(grads))
 
 

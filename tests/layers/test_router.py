@@ -54,8 +54,11 @@ def brute_force(router, x, bias=None):
     return np.array(indices), np.array(weights), np.array(scores)
 
 
+route = jax.jit(lambda router, x: router(x))
+
+
 def check(router, x=X):
-    routing = jax.jit(lambda r, x: r(x))(router, jnp.asarray(x))
+    routing = route(router, jnp.asarray(x))
     indices, weights, scores = brute_force(router, x)
     np.testing.assert_array_equal(routing.indices, indices)
     np.testing.assert_allclose(routing.weights, weights, rtol=3e-6)

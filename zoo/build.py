@@ -57,8 +57,9 @@ def build(
     and placements that `place` refuses.
     """
     make = _maker(name_or_config, dtype, segments, scan)
-    # Compiled whole: one by one, the draws of a large model would take longer.
-    model = eqx.filter_jit(make)(jax.random.key(0) if key is None else key)
+    # Not compiled whole: a fusion would round the draws differently from one segmentation to the next, and
+    # might hold many of them in float32 at once.
+    model = make(jax.random.key(0) if key is None else key)
     return model if placements is None else place(model, placements)
 
 

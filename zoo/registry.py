@@ -73,7 +73,7 @@ def _yarn(factor: float, beta_fast: float, mscale: float) -> dict:
         "factor": factor,
         "original_max_position_embeddings": 4096,
         "beta_fast": beta_fast,
-        "beta_slow": 1,
+        "beta_slow": 1.0,
         "mscale": mscale,
         "mscale_all_dim": mscale,
     }
@@ -88,7 +88,7 @@ _DEEPSEEK_V2 = DeepSeekConfig(
     128,
     moe_intermediate_size=1536,
     max_position_embeddings=163840,
-    rope_scaling=_yarn(40, 32, 0.707),
+    rope_scaling=_yarn(40.0, 32.0, 0.707),
     q_lora_rank=1536,
     kv_lora_rank=512,
     qk_nope_head_dim=128,
@@ -114,7 +114,7 @@ _DEEPSEEK_V3 = DeepSeekConfig(
     128,
     moe_intermediate_size=2048,
     max_position_embeddings=163840,
-    rope_scaling=_yarn(40, 32, 1.0),
+    rope_scaling=_yarn(40.0, 32.0, 1.0),
     q_lora_rank=1536,
     kv_lora_rank=512,
     qk_nope_head_dim=128,
@@ -134,8 +134,8 @@ _DEEPSEEK_V3 = DeepSeekConfig(
     bos_token_id=0,
     eos_token_id=1,
 )
-# 256 bytes, then the beginning of a document, its end, and padding; one id is spare.
-_BYTES = {"vocab_size": 260, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
+# The ids of `data.ByteTokenizer`: bytes, and 256 for the end of a document. The rest rounds the size up.
+_BYTES = {"vocab_size": 260, "eos_token_id": 256}
 
 REGISTRY: dict[str, Config] = {
     "llama-2-7b": _LLAMA_2,
@@ -203,7 +203,7 @@ REGISTRY: dict[str, Config] = {
         num_key_value_heads=64,
         max_position_embeddings=131072,
         rope_theta=50000.0,
-        rope_scaling=_yarn(32, 1, 1.0),
+        rope_scaling=_yarn(32.0, 1.0, 1.0),
         n_routed_experts=384,
         n_group=1,
         topk_group=1,

@@ -117,6 +117,14 @@ def test_against_numpy(q_lora_rank, bias, yarn):
     close(got[:, :1], expected[:, :1], 2e-6)
 
 
+def test_the_latent_norms_have_their_own_eps():
+    """Latents so small that an eps of 1e-5, which some configs have for the other norms, would show."""
+    layer, rotary, x = make(7), make_rotary(None), 1e-3 * make_input()
+    tables, positions = rotary.tables(jnp.arange(SEQUENCE)[None]), np.arange(SEQUENCE)[None]
+    got = jax.jit(lambda x: layer(x, tables=tables, rotary=rotary, mask=attention_mask(SEQUENCE)))(x)
+    close(got, reference(layer, x, positions, None, np.tril(np.ones((SEQUENCE, SEQUENCE), bool))[None]))
+
+
 @pytest.mark.parametrize("mscales,softmax,table", [
     ((0.707, 0.707), 1.5896, 1.0),
     ((1.0, 1.0), 1.8739, 1.0),

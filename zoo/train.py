@@ -240,6 +240,23 @@ class Step:
 
         return named(jax.tree_util.tree_map_with_path(fill, self.model))
 
+    def trained(self, state: TrainState) -> Any:
+        """The model with the values of `state`, in its own dtypes: to be used, saved or sampled from.
+
+        The arrays may be those of the state, which the next step donates. Raises ValueError for a state of another
+        model.
+        """
+        self._check(state)
+
+        def fill(path: tuple, leaf: Any) -> Any:
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf
+            where = path_string(path)
+            value = state.buffers[where] if where in state.buffers else state.params[where]
+            return value.astype(leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(fill, self.model)
+
     def _loss(self, params: dict, buffers: dict, batch: Batch) -> tuple[Array, tuple]:
         options = self._options
         model = self._assemble(params, buffers)

@@ -91,7 +91,8 @@ class Stack(eqx.Module):
         for first, length, segment in zip((self.start, *self.boundaries), self.lengths, self.segments, strict=True):
             if first <= index < first + length:
                 return jax.tree.map(lambda leaf: leaf[index - first], segment)
-        raise IndexError(f"layer {index} is not in this stack of layers {self.start} to {self.start + self.num_layers - 1}")
+        last = self.start + self.num_layers - 1
+        raise IndexError(f"layer {index} is not in this stack of layers {self.start} to {last}")
 
     def __iter__(self) -> Iterator[Any]:
         return (self.layer(self.start + i) for i in range(self.num_layers))
@@ -148,7 +149,7 @@ def resegment(stack: Stack, boundaries: Sequence[int]) -> Stack:
 
     Raises ValueError on boundaries that don't increase or lie outside the stack.
     """
-    old, new = _edges(stack.boundaries, stack.start, stack.num_layers), _edges(boundaries, stack.start, stack.num_layers)
+    old, new = (_edges(cuts, stack.start, stack.num_layers) for cuts in (stack.boundaries, boundaries))
     if old == new:
         return stack
     flat = [jax.tree.flatten(segment) for segment in stack.segments]

@@ -75,7 +75,7 @@ def parse_rope_scaling(block: Mapping[str, Any] | RotaryScaling | None, max_posi
             _positive("rope_scaling", **{name: value})
         elif value is not None:
             values[name] = _number(f"rope_scaling {name}", value)
-        elif fields[name].default is not None and name != "factor":
+        elif fields[name].default is not None and not (name == "factor" and kind in ("yarn", "longrope")):
             raise ValueError(f"rope_scaling of kind {kind!r} needs a number for {name!r}, not null")
     return scaling(**values)
 
@@ -112,7 +112,7 @@ class Config:
     """What every model has. Configs are hashable and compare by value; `dataclasses.replace` edits them.
 
     `rope_scaling` may be given as the mapping of a config file and is kept as a `RotaryScaling`.
-    `eos_token_id` may be one id, several or none.
+    `eos_token_id` may be one id, several or none. Whole numbers are taken where files write them for floats.
     """
 
     vocab_size: int
@@ -124,9 +124,9 @@ class Config:
     _: dataclasses.KW_ONLY
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    initializer_range: float | int = 0.02
+    rms_norm_eps: float | int = 1e-6
+    rope_theta: float | int = 10000.0
     rope_scaling: RotaryScaling | Mapping[str, Any] | None = None
     attention_bias: bool = False
     tie_word_embeddings: bool = False
@@ -231,7 +231,7 @@ class DeepSeekConfig(Config):
     scoring_func: str = dataclasses.field(kw_only=True)
     topk_method: str = dataclasses.field(kw_only=True)
     norm_topk_prob: bool = dataclasses.field(default=False, kw_only=True)
-    routed_scaling_factor: float = dataclasses.field(default=1.0, kw_only=True)
+    routed_scaling_factor: float | int = dataclasses.field(default=1.0, kw_only=True)
     first_k_dense_replace: int = dataclasses.field(default=0, kw_only=True)
     moe_layer_freq: int = dataclasses.field(default=1, kw_only=True)
     num_nextn_predict_layers: int = dataclasses.field(default=0, kw_only=True)
@@ -267,14 +267,18 @@ class DeepSeekConfig(Config):
                 f"({self.num_attention_heads}): latent attention has no groups of heads"
             )
         if self.qk_rope_head_dim % 2:
-            raise ValueError(f"{name}: qk_rope_head_dim must be even for rotary embeddings, got {self.qk_rope_head_dim}")
+            raise ValueError(
+                f"{name}: qk_rope_head_dim must be even for rotary embeddings, got {self.qk_rope_head_dim}"
+            )
         if self.first_k_dense_replace > self.num_hidden_layers:
             raise ValueError(
                 f"{name}: first_k_dense_replace ({self.first_k_dense_replace}) must not exceed num_hidden_layers "
                 f"({self.num_hidden_layers})"
             )
         if self.moe_layer_freq != 1:
-            raise ValueError(f"{name}: moe_layer_freq must be 1, as in every released model, got {self.moe_layer_freq!r}")
+            raise ValueError(
+                f"{name}: moe_layer_freq must be 1, as in every released model, got {self.moe_layer_freq!r}"
+            )
         self._check_routing(name)
         self.rotary()
 

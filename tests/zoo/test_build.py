@@ -1,0 +1,176 @@
+import dataclasses
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from overspill import policies
+from overspill.zoo.build import abstract, build, parameters, resegment
+from overspill.zoo.registry import REGISTRY
+
+# Total, active, and one module of multi-token prediction: the published sizes, worked out to the last digit.
+COUNTS = {
+    "llama-2-7b": (6_738_415_616,),
+    "llama-2-13b": (13_015_864_320,),
+    "llama-2-70b": (68_976_648_192,),
+    "llama-3-8b": (8_030_261_248,),
+    "llama-3-70b": (70_553_706_496,),
+    "llama-3.1-8b": (8_030_261_248,),
+    "llama-3.1-70b": (70_553_706_496,),
+    "llama-3.1-405b": (405_853_388_800,),
+    "llama-3.2-1b": (1_235_814_400,),
+    "llama-3.2-3b": (3_212_749_824,),
+    "llama-3.3-70b": (70_553_706_496,),
+    "tinyllama-1.1b": (1_100_048_384,),
+    "smollm2-135m": (134_515_008,),
+    "smollm2-360m": (361_821_120,),
+    "smollm2-1.7b": (1_711_376_384,),
+    "deepseek-v2-lite": (15_706_484_224, 2_661_150_208, 593_242_624),
+    "deepseek-v2": (235_741_434_880, 21_375_800_320, 4_024_560_640),
+    "deepseek-v3": (671_026_419_200, 37_552_297_472, 11_610_068_224),
+    "deepseek-r1": (671_026_419_200, 37_552_297_472, 11_610_068_224),
+    "moonlight-16b-a3b": (15_960_110_208, 2_914_776_192, 593_242_688),
+    "kimi-k2": (1_026_408_232_448, 32_861_500_928, 17_162_147_200),
+    "overspill-llama-tiny": (1_510_016,),
+    "overspill-deepseek-tiny": (1_762_904, 878_168, 534_264),
+}
+
+
+@pytest.mark.parametrize("name", list(REGISTRY))
+def test_parameter_counts_to_the_last_digit(name):
+    total, active, mtp = (*COUNTS[name], COUNTS[name][0], 0)[:3] if len(COUNTS[name]) == 1 else COUNTS[name]
+    counts = parameters(name)
+    config = REGISTRY[name]
+    depths = getattr(config, "num_nextn_predict_layers", 0)
+    assert counts == (total, active, depths * mtp)
+    if mtp:
+        two = parameters(dataclasses.replace(config, num_nextn_predict_layers=2))
+        assert two == (total, active, 2 * mtp)
+
+
+def test_every_registered_model_has_a_count():
+    assert set(COUNTS) == set(REGISTRY)
+
+
+def test_the_largest_models_are_built_from_shapes_in_no_time():
+    start = time.process_time()
+    model = abstract("deepseek-v3", dtype=jnp.bfloat16, segments=(20, 40))
+    assert time.process_time() - start < 5
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model))
+    logits = jax.eval_shape(lambda m, t: m(t), model, jax.ShapeDtypeStruct((1, 128), jnp.int32))
+    assert logits.shape == (1, 128, 129280) and logits.dtype == jnp.bfloat16
+    assert model.moe_layers.segments[0].moe.router.weight.dtype == jnp.float32
+    assert [s.lengths for s in model.stacks().values()] == [(3,), (17, 20, 21)]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_a_seed_decides_the_weights_and_nothing_else_does(configs, family):
+    config = configs[family]
+    model = build(config, key=jax.random.key(5))
+    for other in (
+        build(config, key=jax.random.key(5), segments=(1, 2)),
+        build(config, key=jax.random.key(5), scan=False, placements="offload_all"),
+    ):
+        joined = resegment(other, ())
+        for (path, a), b in zip(
+            jax.tree_util.tree_flatten_with_path(joined)[0], jax.tree.leaves(model), strict=True
+        ):
+            np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+    different = build(config, key=jax.random.key(6))
+    assert not jnp.array_equal(different.embedding.weight, model.embedding.weight)
+    layers = model.layers if family == "llama" else model.moe_layers
+    drawn = [leaf for leaf in jax.tree.leaves(layers) if leaf.ndim > 2]
+    assert all(not jnp.array_equal(leaf[0], leaf[1]) for leaf in drawn)
+    assert all(0.9 < float(leaf.std()) / config.initializer_range < 1.1 for leaf in drawn)
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract(config))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model) == shapes
+
+
+def test_bfloat16_weights_are_float32_draws_rounded_and_routers_stay(configs):
+    model, half = (build(configs["deepseek-v3"], dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(half)[0], jax.tree.leaves(model), strict=True):
+        assert a.dtype == (jnp.float32 if "router" in jax.tree_util.keystr(path) else jnp.bfloat16)
+        np.testing.assert_array_equal(a, b.astype(a.dtype))
+
+
+def test_resegmented_models_and_states_compute_the_same(make, packed, jit, normwise):
+    model = make("deepseek-v3", segments=(2,))
+    tokens = packed.tokens
+    parameters_, rest = eqx.partition(model, eqx.is_array)
+    state = {"parameters": parameters_, "mu": jax.tree.map(lambda x: 2 * x, parameters_), "count": jnp.zeros(())}
+    cut = resegment(state, (1, 3))
+    again = eqx.combine(cut["parameters"], resegment(rest, (1, 3)))
+    assert again.moe_layers.lengths == (2, 1) and again.dense_layers.lengths == (1,)
+    assert jax.tree.structure(again) == jax.tree.structure(make("deepseek-v3", segments=(3,)))
+    np.testing.assert_array_equal(
+        cut["mu"].moe_layers.segments[1].moe.experts.up_weight[0], 2 * model.moe_layers.layer(3).moe.experts.up_weight
+    )
+    run = jit(lambda m: m(tokens))
+    assert normwise(run(again), run(model)) < 1e-6
+    assert resegment(abstract(model.config), (1, 2, 3)).moe_layers.lengths == (1, 1, 1)
+
+
+def test_one_line_of_repr(make):
+    model = abstract("deepseek-v3", dtype=jnp.bfloat16, segments=range(1, 61))
+    text = repr(model)
+    assert "\n" not in text and len(text) < 400
+    for part in ("DeepSeek(682,636,487,424 parameters", "bfloat16 and float32", "1.24 TiB", "61 layers", "58 segments"):
+        assert part in text
+    seen = []
+    small = make("llama")
+    jax.jit(lambda m: seen.append(repr(m)))(small)
+    assert seen == [repr(small)] and "float32" in repr(small)
+    nothing, _ = eqx.partition(small, lambda _: False)
+    assert "0 parameters" in repr(nothing)
+    for leaf in jax.tree.leaves(small):
+        leaf.delete()
+    assert repr(small) == seen[0]
+
+
+def test_placements_are_given_while_building(configs):
+    model = abstract(configs["deepseek-v3"], placements={"*": "device", "*.attention.*": "host", "mtp.*": "recompute",
+                                                         "mtp.0.block.block_input": "host"})  # fmt: skip
+    rows = {row.path: row.placement for row in policies.activation.annotations(model)}
+    assert rows["moe_layers.segments.0.attention.kv_latent"] == "host"
+    assert rows["mtp.0.joined"] == "recompute" and rows["mtp.0.block.block_input"] == "host"
+    assert len(set(rows)) == len(policies.activation.annotations(model))
+    with pytest.raises(ValueError, match="matches no activation"):
+        abstract(configs["llama"], placements={"*.moe.*": "host"})
+
+
+@pytest.mark.parametrize("segments", [(0,), (4,), (2, 1), (1, 1), (-1,)])
+def test_segments_that_make_no_sense(configs, segments):
+    for config in (configs["llama"], configs["deepseek-v3"]):
+        with pytest.raises(ValueError, match="increasing layer indices between 1 and 3"):
+            abstract(config, segments=segments)
+        with pytest.raises(ValueError, match="increasing layer indices between 1 and 3"):
+            resegment(abstract(config), segments)
+
+
+def test_other_bad_arguments(configs):
+    with pytest.raises(ValueError, match="no model is called 'deepseek-v33'; did you mean 'deepseek-v3'"):
+        build("deepseek-v33")
+    with pytest.raises(ValueError, match="need a floating dtype, got int8"):
+        build(configs["llama"], dtype=jnp.int8)
+    with pytest.raises(ValueError, match="holds no stack of layers"):
+        resegment({"a": jnp.zeros(3)}, (1,))
+
+
+def test_compile_time_of_a_model_does_not_grow_with_depth(configs, jit):
+    """The program of forward and backward for 60 layers is that of 6, but for numbers in it."""
+
+    def size(layers):
+        config = dataclasses.replace(configs["llama"], num_hidden_layers=layers)
+        loss = jax.grad(lambda m, t: jnp.sum(m(t, checkpoint=policies.checkpoint)))
+        lowered = jit(loss).lower(abstract(config, placements="offload_qkv"), jnp.zeros((1, 8), int))
+        start = time.process_time()
+        lowered.compile()
+        return len(lowered.as_text()), time.process_time() - start
+
+    size(2)  # what only the first compilation does
+    (short, seconds), (long, more_seconds) = size(6), size(60)
+    assert long <= 1.05 * short
+    assert more_seconds <= 1.3 * seconds + 0.3

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from overspill.layers.linear import is_buffer
-from overspill.zoo.build import abstract
+from overspill.zoo.building import abstract
 from overspill.zoo.config import DeepSeekConfig, LlamaConfig
 from overspill.zoo.data import Batch
 

@@ -224,6 +224,22 @@ def plain_gradients(jit, make, packed, trainable):
     return plain
 
 
+@pytest.mark.parametrize("preset", list(policies.presets()))
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_every_activation_waits_where_its_preset_puts_it(make, packed, family, preset):
+    if preset == "offload_latents" and family == "llama":
+        with pytest.raises(ValueError, match="doesn't fit Llama"):
+            policies.place(make(family), preset)
+        return
+    model = policies.place(make(family, segments=(2,)), preset)
+    found = policies.check(lambda m: weighted_loss(m.losses(packed, checkpoint=policies.checkpoint)), model)
+    assert found.raw == ()  # no block holds on to its unnamed input
+    assert not [s for s in found.statuses.values() if s.startswith(("same value", "not needed", "never tagged"))]
+    if preset in ("save_all", "offload_all"):  # what is kept besides belongs to embedding, final norm and head
+        unnamed = [entry for entry in found.entries if entry.kind == "unnamed"]
+        assert all(entry.layers <= 2 and entry.shape[-1] in (1, 24, 70) for entry in unnamed)
+
+
 def test_router_biases_move_by_the_sign_rule_in_every_layer(jit, make, packed):
     model = make("deepseek-v3-two-depths", segments=(2,))
     stats = jit(lambda m: m.losses(packed).stats)(model)

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from overspill.layers.linear import Buffer
-from overspill.zoo.build import abstract
+from overspill.zoo.building import abstract
 from overspill.zoo.config import DeepSeekConfig, LlamaConfig
 from overspill.zoo.optimizer import adamw, arrays_by_path, decayed, trainable, warmup_cosine
 

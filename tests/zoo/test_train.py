@@ -11,7 +11,7 @@ import pytest
 from overspill.layers.linear import Buffer, Linear
 from overspill.layers.loss import cross_entropy
 from overspill.policies import Activation, census, check, place
-from overspill.zoo.build import abstract
+from overspill.zoo.building import abstract
 from overspill.zoo.compiled import RecompilationWarning, commit, default_sharding
 from overspill.zoo.config import DeepSeekConfig
 from overspill.zoo.data import Batch
@@ -93,7 +93,8 @@ def as_numpy(tree):
 
 
 def equal(a, b):
-    return jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), as_numpy(a), as_numpy(b)))
+    same = jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), as_numpy(a), as_numpy(b))
+    return jax.tree.all(same)
 
 
 def far(a, b):
@@ -119,7 +120,8 @@ def compiles():
 
 def numpy_step(params, batch, clip):
     """The toy's loss, and the parameters after one step of SGD with rate 1, in float64."""
-    E, W, b = (np.asarray(params[n], np.float64) for n in ("embedding.weight", "mixer.router.weight", "mixer.router.bias"))
+    names = ("embedding.weight", "mixer.router.weight", "mixer.router.bias")
+    E, W, b = (np.asarray(params[n], np.float64) for n in names)
     x = E[batch.tokens]
     t = np.tanh(x @ W.T + b)
     h = t + x
@@ -136,7 +138,7 @@ def numpy_step(params, batch, clip):
     dx = dh + dt @ W
     dE = np.einsum("bsv,bsd->vd", dlogits, h)
     np.add.at(dE, batch.tokens, dx)
-    grads = {"embedding.weight": dE, "mixer.router.weight": np.einsum("bsf,bsd->fd", dt, x), "mixer.router.bias": dt.sum((0, 1))}
+    grads = dict(zip(names, (dE, np.einsum("bsf,bsd->fd", dt, x), dt.sum((0, 1))), strict=True))
     norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
     factor = min(1.0, clip / norm)
     return loss, norm, {n: np.asarray(params[n], np.float64) - factor * g for n, g in grads.items()}, grads
@@ -145,7 +147,8 @@ def numpy_step(params, batch, clip):
 @pytest.mark.parametrize("clip", [1e-2, 1e3])
 def test_a_step_against_numpy(clip):
     state, step = setup(toy(), optax.sgd(1.0), clip_norm=clip, checkpoint=False)
-    state = eqx.tree_at(lambda s: s.params["mixer.router.bias"], state, jax.random.normal(jax.random.key(5), (FEATURES,)))
+    bias = jax.random.normal(jax.random.key(5), (FEATURES,))
+    state = eqx.tree_at(lambda s: s.params["mixer.router.bias"], state, bias)
     before, batch = as_numpy(state.params), random_batch()
     loss, norm, after, grads = numpy_step(before, batch, clip)
     state, metrics = step(state, batch)
@@ -190,7 +193,8 @@ def test_one_compilation(compiles):
     assert step.compilations == 1 and len(compiles) == 1
     evaluate(step, state, batches)
     assert step.compilations == 1 and len(compiles) == 2
-    with pytest.warns(RecompilationWarning, match=r"training step is compiled again.*5 of its.*int32\[2, 6\].*\[2, 5\]"):
+    message = r"training step is compiled again.*5 of its.*int32\[2, 6\].*\[2, 5\]"
+    with pytest.warns(RecompilationWarning, match=message):
         step(state, random_batch(0, (2, 5)))
     assert step.compilations == 2
 
@@ -198,7 +202,8 @@ def test_one_compilation(compiles):
 def test_an_uncommitted_state_is_settled_first():
     model, optimizer = toy(), adamw(1e-2)
     state = init_state(model, optimizer, key=jax.random.key(0))
-    loose = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray(np.array(x)), state)
+    loose = jax.tree.map(lambda x: jnp.asarray(np.array(x)), dataclasses.replace(state, key=state.step))
+    loose = dataclasses.replace(loose, key=jax.random.key(0))
     assert not loose.step.committed
     step = make_train_step(model, optimizer)
     for i in range(3):
@@ -254,7 +259,8 @@ def test_the_loop_fetches_seldom_and_reports_every_step(monkeypatch):
 def test_the_loop_ends_early_with_a_state_to_save():
     state, step = setup(toy())
     calls = iter(range(100))
-    yielded = list(train(step, state, map(random_batch, itertools.count()), steps=50, should_stop=lambda: next(calls) == 3))
+    batches = map(random_batch, itertools.count())
+    yielded = list(train(step, state, batches, steps=50, should_stop=lambda: next(calls) == 3))
     state, _ = yielded[-1]
     assert int(state.step) == 4 and not state.step.is_deleted()
     # A finite stream ends the loop, and a resumed state counts on.

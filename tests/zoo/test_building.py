@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from overspill import policies
-from overspill.zoo.build import abstract, build, parameters, resegment
+from overspill.zoo.building import abstract, build, parameters, resegment
 from overspill.zoo.registry import REGISTRY
 
 # Total, active, and one module of multi-token prediction: the published sizes, worked out to the last digit.

@@ -20,21 +20,55 @@ def format_bytes(count: int | float) -> str:
     raise AssertionError
 
 
-class Table:
-    """A small table that prints itself: plain text for `str`, HTML in a notebook, rich in a console."""
+def _split(path: str) -> tuple[str, str]:
+    """A path before and after its last index: `stack.segments.0` and `attention.query`."""
+    parts = path.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdigit() and i < len(parts) - 1), default=-1)
+    return ".".join(parts[: last + 1]), ".".join(parts[last + 1 :])
 
-    def __init__(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", footer: str = ""):
+
+class Table:
+    """A small table that prints itself: plain text for `str`, HTML in a notebook, rich in a console.
+
+    With `paths=True` the first column holds dotted paths, and rows under one index get a heading of their own.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[Any]],
+        *,
+        title: str = "",
+        footer: str = "",
+        paths: bool = False,
+    ):
         self.columns = tuple(columns)
         self.rows = [tuple(str(cell) for cell in row) for row in rows]
         self.title = title
         self.footer = footer
+        self.paths = paths
+
+    def _shown(self) -> list[tuple[str, ...]]:
+        if not self.paths:
+            return self.rows
+        shown: list[tuple[str, ...]] = []
+        heading = ""
+        for first, *rest in self.rows:
+            group, name = _split(first) if " " not in first else ("", first)
+            if group != heading:
+                heading = group
+                if group:
+                    shown.append((group, *[""] * len(rest)))
+            shown.append((f"  {name}" if group else name, *rest))
+        return shown
 
     def __rich__(self) -> RichTable:
-        table = RichTable(title=self.title or None, caption=self.footer or None, box=box.SIMPLE_HEAD, title_justify="left")
+        table = RichTable(title=self.title or None, caption=self.footer or None, box=box.SIMPLE_HEAD,
+                          title_justify="left", caption_justify="left", padding=(0, 1, 0, 0))  # fmt: skip
         for i, column in enumerate(self.columns):
             numeric = bool(self.rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in self.rows)
-            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-        for row in self.rows:
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=i > 0)
+        for row in self._shown():
             # Paths hold brackets now and then: text, not markup.
             table.add_row(*(cell.replace("[", r"\[") for cell in row))
         return table
@@ -50,7 +84,7 @@ class Table:
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
         body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._shown()
         )
         title = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
         footer = f"<p>{html.escape(self.footer)}</p>" if self.footer else ""

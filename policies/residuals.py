@@ -96,23 +96,23 @@ class Census:
         Arguments are there whether kept or not: they get one line, or one each with `arguments=True`.
         """
         rows = [
-            (e.label, e.kind, "x".join(map(str, e.shape)) or "scalar", e.dtype, e.layers, format_bytes(e.bytes), e.memory)
+            (e.label, e.kind, _array(e.dtype, e.shape), e.layers, format_bytes(e.bytes), e.memory)
             for e in self.entries
             if arguments or e.kind is not Kind.ARGUMENT
         ]
         read = [e for e in self.entries if e.kind is Kind.ARGUMENT]
         if read and not arguments:
-            rows.append((f"{len(read)} arguments", "argument", "", "", "", format_bytes(self.bytes("argument")), "device"))
+            rows.append((f"{len(read)} arguments", "argument", "", "", format_bytes(self.bytes("argument")), "device"))
         kept = {e.label for e in self.entries if e.kind is Kind.NAMED}
         rows += [
-            (name, "named", "", "", "", "", status) for name, status in self.statuses.items() if name not in kept
+            (name, "named", "", "", "", status) for name, status in self.statuses.items() if name not in kept
         ]
         footer = (
             f"activations on the device {format_bytes(self.device_bytes)}, on the host {format_bytes(self.host_bytes)}; "
             f"unnamed {self.unnamed_share:.1%}"
         )
-        columns = ("value", "class", "shape", "dtype", "layers", "bytes", "waits")
-        return Table(columns, rows, title="Kept for the backward pass", footer=footer)
+        columns = ("value", "class", "one layer", "layers", "bytes", "waits")
+        return Table(columns, rows, title="Kept for the backward pass", footer=footer, paths=True)
 
     def __str__(self) -> str:
         return str(self.table())
@@ -126,27 +126,30 @@ class Census:
 def activations(tree: PyTree, census: Census | None = None) -> Table:
     """The annotated activations of `tree` as a table of path and placement.
 
-    With a `census` of a program over the same tree each row also shows one layer's shape, dtype, and the
+    With a `census` of a program over the same tree each row also shows one layer's dtype and shape, and the
     bytes of all layers. `annotations(tree)` in `policies.activation` gives the rows as data.
     """
     columns = ["activation", "placement"]
     rows: list[tuple[Any, ...]] = []
     if census is not None:
-        columns += ["shape", "dtype", "layers", "bytes", "in the program"]
+        columns += ["one layer", "layers", "bytes", "in the program"]
     for path, activation in annotations(tree):
         row: tuple[Any, ...] = (path, activation.placement)
         if census is not None:
             entries = census.of(path)
             first = entries[0] if entries else None
             row += (
-                "x".join(map(str, first.shape)) if first else "-",
-                first.dtype if first else "-",
+                _array(first.dtype, first.shape) if first else "-",
                 sum(e.layers for e in entries) if first else "-",
                 format_bytes(sum(e.bytes for e in entries)) if first else "-",
                 census.statuses.get(path, "never tagged"),
             )
         rows.append(row)
-    return Table(columns, rows, title="Activations")
+    return Table(columns, rows, title="Activations", paths=True)
+
+
+def _array(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def census(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Census:

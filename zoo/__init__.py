@@ -1,0 +1,81 @@
+"""Llama and DeepSeek models made of annotated layers; training, data, checkpoints and the command line."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .building import (
+        Parameters as Parameters,
+        abstract as abstract,
+        build as build,
+        parameters as parameters,
+        resegment as resegment,
+    )
+    from .checkpoint_io import restore as restore_state, save as save_state
+    from .config import DeepSeekConfig as DeepSeekConfig, LlamaConfig as LlamaConfig
+    from .data import (
+        Batch as Batch,
+        ByteTokenizer as ByteTokenizer,
+        Corpus as Corpus,
+        PackedDataset as PackedDataset,
+        load_corpus as load_corpus,
+    )
+    from .deepseek import DeepSeek as DeepSeek
+    from .generation import generate as generate
+    from .llama import Llama as Llama
+    from .loop import Record as Record, TrainingDiverged as TrainingDiverged, train as train_loop
+    from .optimizer import adamw as adamw, trainable as trainable, warmup_cosine as warmup_cosine
+    from .train import (
+        Metrics as Metrics,
+        Step as Step,
+        TrainState as TrainState,
+        init_state as init_state,
+        make_train_step as make_train_step,
+    )
+
+# Public name: the room it is in, and its name there where that differs. Loaded on first use.
+_ROOMS = {
+    "Batch": "data",
+    "ByteTokenizer": "data",
+    "Corpus": "data",
+    "DeepSeek": "deepseek",
+    "DeepSeekConfig": "config",
+    "Llama": "llama",
+    "LlamaConfig": "config",
+    "Metrics": "train",
+    "PackedDataset": "data",
+    "Parameters": "building",
+    "Record": "loop",
+    "Step": "train",
+    "TrainState": "train",
+    "TrainingDiverged": "loop",
+    "abstract": "building",
+    "adamw": "optimizer",
+    "build": "building",
+    "generate": "generation",
+    "init_state": "train",
+    "load_corpus": "data",
+    "make_train_step": "train",
+    "parameters": "building",
+    "resegment": "building",
+    "restore_state": "checkpoint_io:restore",
+    "save_state": "checkpoint_io:save",
+    "train_loop": "loop:train",
+    "trainable": "optimizer",
+    "warmup_cosine": "optimizer",
+}
+
+__all__ = list(_ROOMS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room, _, inner = _ROOMS[name].partition(":")
+    value = getattr(importlib.import_module(f".{room}", __name__), inner or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})

@@ -352,8 +352,9 @@ def _balanced(buffers: dict[str, Any], load: dict[str, Array], rate: float | int
             part = loads.reshape(-1, bias.shape[-1])[start : start + layers]
             start += layers
             new[path] = update_bias(bias, part.reshape(bias.shape), rate) if rate else bias
-        if paths and start != loads.size // loads.shape[-1]:
-            raise ValueError(f"{stack!r} counts the load of {loads.size // loads.shape[-1]} layers but has {start} biases")
+        counted = loads.size // loads.shape[-1]
+        if paths and start != counted:
+            raise ValueError(f"{stack!r} counts the load of {counted} layers but has {start} biases")
     left = {path for path in left if mtp or not path.startswith("mtp.")}
     if left:
         raise ValueError(f"no expert load was counted for the routers of {_some(left)}: their biases would stand still")

@@ -6,7 +6,7 @@ import pytest
 from overspill import policies
 from overspill.policies import PlacementNotApplied, census, check, checkpoint, place
 from overspill.policies.activation import annotations
-from overspill.policies.report import format_bytes
+from overspill.policies.report import Table, format_bytes
 
 LAYERS, ROWS, SIZE = 3, 4, 8
 ONE = ROWS * SIZE * 4  # bytes of one activation of one layer in float32
@@ -172,6 +172,7 @@ def test_tables(tower, x):
     found = census(loss, model, x)
     text = str(found)
     assert "cells.block_input" in text and "not needed" in text and format_bytes(found.host_bytes) in text
+    assert "float32[4,8]" in text
     assert "<td>cells.hidden</td>" in found._repr_html_()
     rows = policies.activations(model, found).rows
     assert [r[0] for r in rows] == [path for path, _ in annotations(model)]
@@ -183,3 +184,14 @@ def test_tables(tower, x):
 )
 def test_format_bytes(count, text):
     assert format_bytes(count) == text
+
+
+def test_paths_under_one_index_share_a_heading(make_cell):
+    text = str(policies.activations([make_cell(jax.random.key(0)), {"a": make_cell(jax.random.key(1))}]))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["0"] in lines and ["1"] in lines
+    assert ["block_input", "device"] in lines and ["a.hidden", "device"] in lines
+
+
+def test_brackets_are_text():
+    assert "[bold]x[/]" in str(Table(["a"], [["[bold]x[/]"]]))

@@ -1,0 +1,157 @@
+"""The command line: `overspill train`, `overspill models`."""
+
+import contextlib
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .. import __version__
+
+app = typer.Typer(
+    name="overspill",
+    help="Models for JAX whose layers know where their activations wait: on the device, on the host, or nowhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+# Piped or logged, lines are wide enough for the tables: rich would take 80 columns.
+_WIDTH = None if sys.stdout.isatty() else 140
+console = Console(highlight=False, width=_WIDTH)
+errors = Console(stderr=True, highlight=False)
+
+
+def _version(asked: bool) -> bool:
+    if asked:
+        typer.echo(f"overspill {__version__}")
+        raise typer.Exit()
+    return asked
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    del version
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What the user got wrong, as one line and exit code 2 instead of a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        errors.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+@app.command()
+def train(
+    model: Annotated[
+        str, typer.Option(help="A model's name; `overspill models` lists them.")
+    ] = "overspill-deepseek-tiny",
+    data: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="A text file or a folder of them. By default the Python standard library's source."),
+    ] = None,
+    out: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="The folder to write to, which must not exist. By default runs/ and the time."),
+    ] = None,
+    resume: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="A run's folder to go on from, with the same model and data. Placements may differ."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps the whole run has.")] = 220,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 256,
+    learning_rate: Annotated[float, typer.Option(help="The highest one, after warm-up.")] = 4e-3,
+    placements: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--placements",
+            "-p",
+            help="Where activations wait: a preset's name (offload_all by default) or GLOB=PLACEMENT, "
+            "where PLACEMENT is device, host or recompute. May be repeated; later ones win.",
+        ),
+    ] = None,
+    segments: Annotated[
+        str, typer.Option(help="Layers that begin a new segment, such as 8,24: activations are placed by segment.")
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help="What the model computes in: float32 or bfloat16 (with float32 master weights).")
+    ] = "float32",
+    seed: Annotated[int, typer.Option(help="Decides weights and the order of the data.")] = 0,
+    prompt: Annotated[str, typer.Option(help="What the sample at the end continues.")] = "def ",
+    sample: Annotated[int, typer.Option(min=0, help="Tokens of sample text at the end; 0 for none.")] = 200,
+) -> None:
+    """Train a model on text, its activations placed as you say.
+
+    Shows where every activation waits before the first step, and after compiling what the backward pass really
+    keeps. At the end there are a checkpoint, the loss curve (PNG and CSV) and a sample of text in the output
+    folder. Ctrl-C stops after the step at hand and saves.
+    """
+    from .running import Options, prepare
+
+    with _plain_errors():
+        run = prepare(
+            Options(
+                model=model,
+                data=data,
+                out=out,
+                resume=resume,
+                steps=steps,
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+                learning_rate=learning_rate,
+                placements=tuple(placements or ("offload_all",)),
+                segments=segments,
+                dtype=dtype,
+                seed=seed,
+                prompt=prompt,
+                sample=sample,
+            )
+        )
+    code = run(console)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def models(
+    names_only: Annotated[bool, typer.Option("--names", help="Only the names, one a line.")] = False,
+) -> None:
+    """List the models that can be built by name, with their sizes."""
+    from ..policies.report import Table, format_bytes
+    from .building import parameters
+    from .registry import REGISTRY
+
+    if names_only:
+        for name in REGISTRY:
+            typer.echo(name)
+        return
+    rows = []
+    for name, config in REGISTRY.items():
+        total, active, mtp = parameters(config)
+        family = type(config).__name__.removesuffix("Config")
+        rows.append(
+            (name, family, config.num_hidden_layers, config.hidden_size, f"{total:,}", f"{active:,}",
+             f"{mtp:,}" if mtp else "-", format_bytes(2 * (total + mtp)))
+        )  # fmt: skip
+    columns = ("model", "family", "layers", "hidden", "parameters", "active a token", "MTP", "bfloat16")
+    console.print(Table(columns, rows))
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,293 @@
+"""One training run from the command line: checked before it starts, watched while it runs, saved when it stops."""
+
+import dataclasses
+import datetime
+import importlib.util
+import pathlib
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..policies.activation import Placement
+from ..policies.placing import place, presets
+from ..policies.report import format_bytes
+from ..policies.residuals import Census, activations, check
+from . import artifacts, checkpoint_io
+from .building import abstract, build, parameters
+from .data import ByteTokenizer, PackedDataset, Position, load_corpus
+from .generation import generate
+from .loop import Record, TrainingDiverged, train
+from .optimizer import adamw, warmup_cosine
+from .registry import find_config
+from .train import Step, TrainState, init_state, make_train_step
+
+_VALIDATION_BATCHES = 16
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asks for; see `overspill train --help`."""
+
+    model: str
+    data: pathlib.Path | None
+    out: pathlib.Path | None
+    resume: pathlib.Path | None
+    steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+    placements: tuple[str, ...]
+    segments: str
+    dtype: str
+    seed: int
+    prompt: str
+    sample: int
+
+
+def parse_placements(model: Any, texts: tuple[str, ...]) -> Any:
+    """`model` placed by presets and `GLOB=PLACEMENT` texts in turn. Raises ValueError as `place` does."""
+    for text in texts:
+        if "=" in text:
+            glob, _, placement = text.rpartition("=")
+            model = place(model, {glob.strip(): placement.strip()})
+        elif any(c in text for c in "*.?["):
+            raise ValueError(f"placement {text!r} says no place: write it as '{text}=host', or device, or recompute")
+        else:
+            model = place(model, text)
+    return model
+
+
+def parse_segments(text: str) -> tuple[int, ...]:
+    """Layer indices from `8,24`. Raises ValueError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"segments are layer indices with commas between, such as 8,24, not {text!r}") from None
+
+
+def prepare(options: Options) -> "Run":
+    """Everything that can be wrong, found out before anything is computed or written. Raises ValueError."""
+    for extra in ("orbax.checkpoint", "matplotlib"):
+        if importlib.util.find_spec(extra.partition(".")[0]) is None:
+            raise ValueError(f"training needs {extra.partition('.')[0]}: pip install 'overspill[train]'")
+    if options.dtype not in _DTYPES:
+        raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(_DTYPES)}")
+    if not 0 < options.learning_rate < float("inf"):
+        raise ValueError(f"learning rate {options.learning_rate} must be more than 0")
+    out = options.out
+    if out is None:
+        out = pathlib.Path("runs", datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"))
+    if out.exists():
+        raise ValueError(f"output folder {str(out)!r} exists already: choose another with --out, or remove it")
+    config = find_config(options.model)
+    if options.sequence_length > config.max_position_embeddings:
+        raise ValueError(
+            f"sequence length {options.sequence_length} is longer than {options.model} was made for "
+            f"({config.max_position_embeddings} positions)"
+        )
+    if config.vocab_size < ByteTokenizer.vocab_size:
+        raise ValueError(f"{options.model} has {config.vocab_size} token ids, bytes need {ByteTokenizer.vocab_size}")
+    segments = parse_segments(options.segments)
+    skeleton = parse_placements(abstract(config, segments=segments), options.placements)
+    training, validation = load_corpus(options.data).split()
+    dataset = PackedDataset(training, options.sequence_length, vocab_size=config.vocab_size)
+    held_out = PackedDataset(validation, options.sequence_length, vocab_size=config.vocab_size, padded=True)
+    metadata = None
+    if options.resume is not None:
+        metadata = _resumable(options, dataset)
+    return Run(options, out, config, segments, skeleton, dataset, held_out, metadata)
+
+
+def _resumable(options: Options, dataset: PackedDataset) -> dict[str, Any]:
+    """The metadata of the run to resume, if this one can go on from it."""
+    metadata = checkpoint_io.read_metadata(options.resume / "checkpoint")
+    mine = _identity(options, dataset)
+    for name, value in mine.items():
+        then = metadata["extra"].get(name)
+        if then != value:
+            raise ValueError(f"{str(options.resume)!r} is a run with {name} {then!r}, not {value!r}: ask for the same")
+    if int(metadata["step"]) >= options.steps:
+        raise ValueError(
+            f"{str(options.resume)!r} has {metadata['step']} steps done: ask for more than that with --steps"
+        )
+    return metadata
+
+
+def _identity(options: Options, dataset: PackedDataset) -> dict[str, Any]:
+    """What must be the same on resuming, for the state to fit and the data to go on where it stopped."""
+    return {
+        "model": options.model,
+        "segments": list(parse_segments(options.segments)),
+        "dtype": options.dtype,
+        "sequence_length": options.sequence_length,
+        "corpus_tokens": dataset.tokens,
+        "seed": options.seed,
+    }
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set. A second Ctrl-C interrupts as usual."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        stop.set()
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclasses.dataclass
+class Run:
+    """A run that is ready to go; calling it runs it and gives the exit code."""
+
+    options: Options
+    out: pathlib.Path
+    config: Any
+    segments: tuple[int, ...]
+    skeleton: Any
+    dataset: PackedDataset
+    held_out: PackedDataset
+    metadata: dict[str, Any] | None
+    records: list[Record] = dataclasses.field(default_factory=list)
+    validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, console: Console) -> int:
+        with _interruptible() as stop:
+            self._introduce(console)
+            step, state = self._begin()
+            position = Position(**self.metadata["position"]) if self.metadata else Position()
+            batches = self.dataset.batches(self.options.batch_size, seed=self.options.seed, position=position)
+            start = int(state.step)
+            self._validate(console, step, state, start)
+            code = 0
+            try:
+                state = self._train(console, step, state, batches, stop)
+            except TrainingDiverged as error:
+                console.print(f"[bold red]stopped:[/] {error}")
+                state, code = error.state, 1
+            done = int(state.step)
+            if not code:
+                self._validate(console, step, state, done)
+            self._save(console, step, state, batches.position, sampled=not stop.is_set() and not code)
+            if stop.is_set():
+                console.print(
+                    f"interrupted after step {done} of {self.options.steps}; saved in {self.out}. Go on with: "
+                    f"overspill train --resume {self.out} --steps {self.options.steps} --out NEW_FOLDER"
+                )
+                code = code or 130
+            return code
+
+    def _introduce(self, console: Console) -> None:
+        total, active, mtp = parameters(self.skeleton)
+        console.print(
+            f"[bold]{self.options.model}[/]: {total:,} parameters, {active:,} active a token"
+            + (f", {mtp:,} more for multi-token prediction" if mtp else "")
+        )
+        console.print(f"data: {self.dataset}\nvalidation: {self.held_out}", markup=False)
+        console.print(activations(self.skeleton))
+        placed = {p: sum(row[1] == p for row in activations(self.skeleton).rows) for p in Placement}
+        console.print(", ".join(f"{count} on {p}" if p != Placement.RECOMPUTE else f"{count} to recompute"
+                                for p, count in placed.items() if count))  # fmt: skip
+        if jax.default_backend() == "cpu":
+            console.print("this is a CPU: placements are in the program, not in memory, for all of it is host memory")
+
+    def _begin(self) -> tuple[Step, TrainState]:
+        options = self.options
+        dtype = _DTYPES[options.dtype]
+        optimizer = adamw(warmup_cosine(options.learning_rate, steps=options.steps))
+        weights, run_key = jax.random.split(jax.random.key(options.seed))
+        # Weights are drawn once, as the state: what the step holds is the skeleton.
+        model = build(self.config, key=weights, dtype=dtype, segments=self.segments)
+        model = parse_placements(model, options.placements)
+        master = jnp.float32 if dtype == jnp.bfloat16 else None
+        state = init_state(model, optimizer, key=run_key, master_dtype=master)
+        step = make_train_step(model, optimizer)
+        if self.metadata is not None:
+            state = checkpoint_io.restore(options.resume / "checkpoint", state, config=self.config)
+        return step, state
+
+    def _validate(self, console: Console, step: Step, state: TrainState, done: int) -> None:
+        batches = self.held_out.once(self.options.batch_size, max_batches=_VALIDATION_BATCHES)
+        loss = step.evaluate(state, batches)
+        self.validation.append((done, loss))
+        console.print(f"validation loss after {done} steps: [bold]{loss:.3f}[/] nats a byte")
+
+    def _train(self, console: Console, step: Step, state: TrainState, batches: Any, stop: threading.Event) -> TrainState:
+        options = self.options
+        todo = options.steps - int(state.step)
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s "),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        kept = check(step, state, next(self.dataset.batches(options.batch_size)))
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("training", total=todo, loss="-", speed="-")
+            first = True
+            for state, records in train(step, state, batches, steps=todo, every=5, should_stop=stop.is_set):
+                self.records.extend(records)
+                last = records[-1]
+                speed = "-" if last.tokens_per_second != last.tokens_per_second else f"{last.tokens_per_second:,.0f}"
+                progress.update(task, advance=len(records), loss=f"{last.loss:.3f}", speed=speed)
+                if first:
+                    console.print(f"compiled in {progress.tasks[0].elapsed or 0:.0f} s")
+                    _show_census(console, kept)
+                    first = False
+        return state
+
+    def _save(self, console: Console, step: Step, state: TrainState, position: Position, *, sampled: bool) -> None:
+        self.out.mkdir(parents=True, exist_ok=False)
+        extra = _identity(self.options, self.dataset)
+        checkpoint_io.save(self.out / "checkpoint", state, config=self.config, position=position, extra=extra)
+        artifacts.write_csv(self.out / "loss.csv", self.records)
+        artifacts.write_curve(self.out / "loss.png", self.records, self.validation)
+        console.print(f"saved in {self.out}: checkpoint, loss.csv, loss.png", end="" if sampled else "\n")
+        if sampled and self.options.sample:
+            console.print(", sample.txt")
+            tokenizer = ByteTokenizer()
+            prompt = jnp.asarray(tokenizer.encode(self.options.prompt, begin=True))[None]
+            new = generate(
+                step.trained(state), prompt, max_new_tokens=self.options.sample, temperature=0.7,
+                allowed=tokenizer.vocab_size, key=jax.random.key(self.options.seed),
+            )  # fmt: skip
+            text = self.options.prompt + tokenizer.decode(new[0])
+            artifacts.write_text(self.out / "sample.txt", text)
+            console.rule("a sample")
+            console.print(text, markup=False)
+            console.rule()
+        elif sampled:
+            console.print()
+
+
+def _show_census(console: Console, kept: Census) -> None:
+    console.print(kept.table())
+    console.print(
+        f"every annotation holds: {format_bytes(kept.host_bytes)} of activations wait on the host, "
+        f"{format_bytes(kept.device_bytes)} on the device"
+    )
+
+
+def preset_help() -> str:
+    """The presets, one a line, for help texts."""
+    return "\n".join(f"{name}: {summary}" for name, summary in presets().items())

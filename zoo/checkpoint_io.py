@@ -227,7 +227,8 @@ def _finish(array: Any, saved: dict[str, Any], sharding: Sharding) -> Any:
 def _plain(value: Any) -> Any:
     """`value` as JSON gives it back."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {"class": type(value).__name__} | {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"class": type(value).__name__} | fields
     if isinstance(value, dict):
         return {str(key): _plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple):

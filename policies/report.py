@@ -76,7 +76,7 @@ class Table:
     def __str__(self) -> str:
         # Wide enough for any path: text that is piped or logged must not lose columns to a narrow terminal.
         out = io.StringIO()
-        Console(file=out, width=200, color_system=None, legacy_windows=False).print(self)
+        Console(file=out, width=200, color_system=None, legacy_windows=False, force_jupyter=False).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
 
     __repr__ = __str__

@@ -156,7 +156,7 @@ def resegment(stack: Stack, boundaries: Sequence[int]) -> Stack:
     if len({len(leaves) for leaves, _ in flat}) != 1:
         raise ValueError("the segments of this stack hold different arrays, so they can't be joined")
     cuts = [edge - stack.start for edge in new]
-    pieces = [_recut(leaves, cuts) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    pieces = [recut(leaves, cuts) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
     segments = []
     for i, low in enumerate(new[:-1]):
         source = max(j for j, edge in enumerate(old[:-1]) if edge <= low)
@@ -164,8 +164,11 @@ def resegment(stack: Stack, boundaries: Sequence[int]) -> Stack:
     return Stack(tuple(segments), tuple(high - low for low, high in pairwise(new)), stack.start, stack.scan)
 
 
-def _recut(leaves: Sequence[Any], cuts: list[int]) -> list[Any]:
-    """The arrays `leaves`, joined along their first axis and cut again at `cuts`."""
+def recut(leaves: Sequence[Any], cuts: list[int]) -> list[Any]:
+    """The arrays `leaves`, joined along their first axis and cut again at `cuts`, its two ends included.
+
+    Sharding and memory kind stay. Works on abstract, NumPy and traced arrays too.
+    """
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         return [jax.ShapeDtypeStruct((high - low, *first.shape[1:]), first.dtype) for low, high in pairwise(cuts)]

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .activation import Activation as Activation, Placement as Placement, named as named
+    from .counted import Census as Census
     from .placing import place as place, presets as presets
     from .remat import checkpoint as checkpoint, policy as policy
     from .residuals import (
-        Census as Census,
         PlacementNotApplied as PlacementNotApplied,
         activations as activations,
         census as census,
@@ -24,7 +24,7 @@ _ROOMS = {
     "presets": "placing",
     "checkpoint": "remat",
     "policy": "remat",
-    "Census": "residuals",
+    "Census": "counted",
     "PlacementNotApplied": "residuals",
     "activations": "residuals",
     "census": "residuals",

@@ -19,7 +19,7 @@ HOST_MEMORY = "pinned_host"
 _inside = contextvars.ContextVar("overspill_inside_checkpoint", default=False)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _policy(saved: frozenset[str], offloaded: frozenset[str]) -> Callable[..., Any]:
     # Policies are closures that don't compare equal: one object for each set of names, or JAX retraces.
     return jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -15,7 +15,8 @@ def format_bytes(count: int | float) -> str:
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+            digits = 0 if unit == "B" or value >= 100 else 1 if value >= 10 else 2
+            return f"{value:.{digits}f} {unit}"
         value /= 1024
     raise AssertionError
 

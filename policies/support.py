@@ -34,7 +34,7 @@ def memory_kinds(device: Any) -> frozenset[str]:
     return frozenset(memory.kind for memory in device.addressable_memories())
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _warn_without_host_memory(backend: str) -> None:
     if backend == "cpu":
         return  # everything is host memory there: the log of a run says so, a warning would only annoy

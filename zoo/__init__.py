@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         parameters as parameters,
         resegment as resegment,
     )
-    from .checkpoint_io import restore as restore_state, save as save_state
+    from .checkpoint_io import restore as restore_state, save as save_state  # noqa: F401
     from .config import DeepSeekConfig as DeepSeekConfig, LlamaConfig as LlamaConfig
     from .data import (
         Batch as Batch,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .deepseek import DeepSeek as DeepSeek
     from .generation import generate as generate
     from .llama import Llama as Llama
-    from .loop import Record as Record, TrainingDiverged as TrainingDiverged, train as train_loop
+    from .loop import Record as Record, TrainingDiverged as TrainingDiverged, train as train_loop  # noqa: F401
     from .optimizer import adamw as adamw, trainable as trainable, warmup_cosine as warmup_cosine
     from .train import (
         Metrics as Metrics,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..layers.moe import MoE
-from ..layers.stack import Stack, resegment as resegment_stack
+from ..layers.stack import Stack, recut, resegment as resegment_stack
 from ..policies.placing import place
 from .config import Config, DeepSeekConfig, LlamaConfig
 from .deepseek import DeepSeek
@@ -113,29 +113,60 @@ def _count(tree: PyTree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def resegment(tree: T, boundaries: Sequence[int]) -> T:
-    """`tree` with its stacks cut into segments at `boundaries`: a model, or a training state that goes with one.
+def resegment(tree: T, boundaries: Sequence[int], *, model: LanguageModel | None = None) -> T:
+    """`tree` with its layers cut into segments at `boundaries`: a model, or a training state that goes with one.
 
     **Arguments:**
 
-    - `tree`: any PyTree with `Stack`s in it: a model, its gradients, an optimizer's state. Each stack is
-        converted leaf by leaf; sharding and memory kind stay.
+    - `tree`: a PyTree with `Stack`s in it, such as a model or its gradients; or, when `model` is given, one that
+        holds arrays in dictionaries by their path, such as a `TrainState`. Arrays are converted one by one;
+        sharding and memory kind stay.
     - `boundaries`: the layers, counted through all stacks of a model, that begin a new segment; `()` joins.
+    - `model`: the model as it is cut now, concrete or abstract, that the state `tree` goes with.
 
     A new segment takes the placements of the layer it begins with: place again where that isn't wanted.
-    Raises ValueError on boundaries that are no inner layers, or when there is no stack.
+    Raises ValueError on boundaries that are no inner layers, when there is no stack, or when a state lacks arrays
+    of a segment of `model`.
     """
-    stacks = [node for node in jax.tree.leaves(tree, is_leaf=_is_stack) if _is_stack(node)]
+    stacks = [node for node in jax.tree.leaves(tree if model is None else model, is_leaf=_is_stack) if _is_stack(node)]
     if not stacks:
-        raise ValueError(f"{type(tree).__name__} holds no stack of layers to cut into segments")
+        raise ValueError(
+            f"{type(tree if model is None else model).__name__} holds no stack of layers to cut into segments; "
+            "a training state is cut with the model it goes with: resegment(state, boundaries, model=model)"
+        )
     check_boundaries(boundaries, max(stack.start + stack.num_layers for stack in stacks))
+    if model is not None:
+        return jax.tree.map(
+            lambda node: _recut_paths(node, boundaries, model.stacks()) if isinstance(node, dict) else node,
+            tree,
+            is_leaf=lambda node: isinstance(node, dict),
+        )
 
-    def recut(node: Any) -> Any:
+    def cut_anew(node: Any) -> Any:
         if not _is_stack(node):
             return node
         return resegment_stack(node, inner_boundaries(boundaries, node.start, node.num_layers))
 
-    return jax.tree.map(recut, tree, is_leaf=_is_stack)
+    return jax.tree.map(cut_anew, tree, is_leaf=_is_stack)
+
+
+def _recut_paths(arrays: dict[str, Any], boundaries: Sequence[int], stacks: dict[str, Stack]) -> dict[str, Any]:
+    """`arrays`, by their path in a model, with those of stacks cut anew."""
+    out = dict(arrays)
+    for name, stack in stacks.items():
+        inner = inner_boundaries(boundaries, stack.start, stack.num_layers)
+        cuts = [0, *(b - stack.start for b in inner), stack.num_layers]
+        first = f"{name}.segments.0."
+        for rest in [path.removeprefix(first) for path in arrays if path.startswith(first)]:
+            paths = [f"{name}.segments.{i}.{rest}" for i in range(len(stack.lengths))]
+            missing = [path for path in paths if path not in arrays]
+            if missing:
+                raise ValueError(f"the state has no {missing[0]!r}, which the model it should go with has")
+            pieces = recut([out.pop(path) for path in paths], cuts)
+            out |= {f"{name}.segments.{i}.{rest}": piece for i, piece in enumerate(pieces)}
+        if left := [path for path in out if path.startswith(f"{name}.segments.{len(cuts) - 1}.")]:
+            raise ValueError(f"the state has {left[0]!r}, which the model it should go with lacks")
+    return out
 
 
 def _is_stack(node: Any) -> bool:

@@ -18,7 +18,7 @@ from ..layers.mlp import MLP
 from ..layers.moe import MoE, MoEStats
 from ..layers.norm import RMSNorm
 from ..layers.rotary import Rotary, Tables
-from ..layers.router import SigmoidRouter, SoftmaxRouter, update_bias
+from ..layers.router import SigmoidRouter, SoftmaxRouter
 from ..layers.stack import Stack
 from ..policies.activation import Activation, named
 from .config import DeepSeekConfig
@@ -255,29 +255,3 @@ def _ahead(x: Int[Array, "batch sequence"] | Bool[Array, "batch sequence"], k: i
     """`x[:, i + k]` at position i, and `fill` where a row has ended."""
     k = min(k, x.shape[1])
     return jnp.pad(x[:, k:], ((0, 0), (0, k)), constant_values=fill)
-
-
-def update_router_biases(model: DeepSeek, stats: dict[str, MoEStats], rate: float | Float[Array, ""]) -> DeepSeek:
-    """`model` with every router's selection bias moved towards an even load, by DeepSeek-V3's sign rule.
-
-    **Arguments:**
-
-    - `model`: or a tree of its shape that holds only its buffers. Nothing else in it is touched.
-    - `stats`: from `Losses.stats`, whose loads are the whole batch's. Stacks and modules that aren't in it
-        stay as they are.
-    - `rate`: the step, 1e-3 in the report.
-    """
-    if model.config.scoring_func != "sigmoid":
-        return model
-    places, values = [], []
-    if model.moe_layers is not None and "moe_layers" in stats:
-        edges = [b - model.moe_layers.start for b in model.moe_layers.boundaries]
-        loads = jnp.split(stats["moe_layers"].load, edges)
-        for i, (segment, load) in enumerate(zip(model.moe_layers.segments, loads, strict=True)):
-            places.append(lambda m, i=i: m.moe_layers.segments[i].moe.router.bias.value)
-            values.append(update_bias(segment.moe.router.bias.value, load, rate))
-    for i, module in enumerate(model.mtp):
-        if f"mtp.{i}" in stats:
-            places.append(lambda m, i=i: m.mtp[i].block.moe.router.bias.value)
-            values.append(update_bias(module.block.moe.router.bias.value, stats[f"mtp.{i}"].load, rate))
-    return eqx.tree_at(lambda m: [place(m) for place in places], model, values)

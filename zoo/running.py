@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..policies.activation import Placement
-from ..policies.placing import place, presets
+from ..policies.placing import place
 from ..policies.report import format_bytes
 from ..policies.residuals import Census, activations, check
 from . import artifacts, checkpoint_io
@@ -229,7 +229,9 @@ class Run:
         self.validation.append((done, loss))
         console.print(f"validation loss after {done} steps: [bold]{loss:.3f}[/] nats a byte")
 
-    def _train(self, console: Console, step: Step, state: TrainState, batches: Any, stop: threading.Event) -> TrainState:
+    def _train(
+        self, console: Console, step: Step, state: TrainState, batches: Any, stop: threading.Event
+    ) -> TrainState:
         options = self.options
         todo = options.steps - int(state.step)
         columns = (
@@ -288,6 +290,3 @@ def _show_census(console: Console, kept: Census) -> None:
     )
 
 
-def preset_help() -> str:
-    """The presets, one a line, for help texts."""
-    return "\n".join(f"{name}: {summary}" for name, summary in presets().items())

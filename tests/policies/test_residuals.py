@@ -31,7 +31,13 @@ def accumulated(model, x):
     return jax.lax.scan(micro, jax.tree.map(jnp.zeros_like, model), jnp.stack([x, x]))[0]
 
 
-FORMS = {"loss": loss, "step": sgd, "jitted step": jax.jit(sgd), "filter_jit": eqx.filter_jit(sgd), "micro": accumulated}
+FORMS = {
+    "loss": loss,
+    "step": sgd,
+    "jitted step": jax.jit(sgd),
+    "filter_jit": eqx.filter_jit(sgd),
+    "micro": accumulated,
+}
 
 
 def summary(found):

@@ -5,11 +5,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from overspill import policies
 from overspill.zoo.building import abstract, build, parameters, resegment
 from overspill.zoo.registry import REGISTRY
+from overspill.zoo.train import init_state, make_train_step
 
 # Total, active, and one module of multi-token prediction: the published sizes, worked out to the last digit.
 COUNTS = {
@@ -111,6 +113,30 @@ def test_resegmented_models_and_states_compute_the_same(make, packed, jit, normw
     run = jit(lambda m: m(tokens))
     assert normwise(run(again), run(model)) < 1e-6
     assert resegment(abstract(model.config), (1, 2, 3)).moe_layers.lengths == (1, 1, 1)
+
+
+def test_a_training_state_is_cut_with_its_model(make):
+    model = make("deepseek-v3", segments=(2,))
+    optimizer = optax.adam(1e-3)
+    state = init_state(model, optimizer, key=jax.random.key(0))
+    state = eqx.tree_at(lambda s: s.opt_state, state, jax.tree.map(lambda x: x + 1, state.opt_state))
+    cut, other = resegment(state, (1, 3), model=model), resegment(model, (1, 3))
+    expected = init_state(other, optimizer, key=jax.random.key(0))
+    assert jax.tree.structure(cut) == jax.tree.structure(expected)
+    for path, leaf in expected.params.items():
+        np.testing.assert_array_equal(cut.params[path], leaf)
+        assert cut.params[path].sharding == leaf.sharding and cut.params[path].committed
+        assert cut.opt_state[0].mu[path].shape == leaf.shape and (cut.opt_state[0].mu[path] == 1).all()
+    trained = make_train_step(other, optimizer).trained(cut)
+    assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(other), strict=True))
+    back = resegment(cut, (2,), model=other)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    with pytest.raises(ValueError, match="holds no stack.*model=model"):
+        resegment(state, (1,))
+    with pytest.raises(ValueError, match="the state has 'moe_layers.segments.1"):
+        resegment(state, (1,), model=resegment(model, ()))
+    with pytest.raises(ValueError, match="the state has no 'moe_layers.segments.1"):
+        resegment(resegment(state, (), model=model), (1,), model=model)
 
 
 def test_one_line_of_repr(make):

@@ -103,8 +103,9 @@ def test_interrupt_saves_and_says_where(tmp_path, text):
     out = tmp_path / "run"
     command = [sys.executable, "-c", "from overspill.zoo.command import main; main()", "train", "--data", str(text),
                "--out", str(out), "--steps", "100000", *TINY]  # fmt: skip
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
         lines = []
         for line in process.stdout:

@@ -8,7 +8,6 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from overspill import policies
-from overspill.zoo.deepseek import update_router_biases
 from overspill.zoo.model import check_inputs
 
 FAMILIES = ["llama", "llama-tied-biased", "deepseek-v3-two-depths", "deepseek-v2", "deepseek-v2-lite"]
@@ -238,27 +237,6 @@ def test_every_activation_waits_where_its_preset_puts_it(make, packed, family, p
     if preset in ("save_all", "offload_all"):  # what is kept besides belongs to embedding, final norm and head
         unnamed = [entry for entry in found.entries if entry.kind == "unnamed"]
         assert all(entry.layers <= 2 and entry.shape[-1] in (1, 24, 70) for entry in unnamed)
-
-
-def test_router_biases_move_by_the_sign_rule_in_every_layer(jit, make, packed):
-    model = make("deepseek-v3-two-depths", segments=(2,))
-    stats = jit(lambda m: m.losses(packed).stats)(model)
-    moved = update_router_biases(model, stats, 0.25)
-    layers = range(1, 4)
-    old = [model.moe_layers.layer(i).moe.router.bias.value for i in layers] + [
-        m.block.moe.router.bias.value for m in model.mtp
-    ]
-    new = [moved.moe_layers.layer(i).moe.router.bias.value for i in layers] + [
-        m.block.moe.router.bias.value for m in moved.mtp
-    ]
-    loads = [*stats["moe_layers"].load, stats["mtp.0"].load, stats["mtp.1"].load]
-    for before, after, load in zip(old, new, loads, strict=True):
-        assert load.sum() > 0
-        expected = np.float32(before) + np.float32(0.25) * np.sign(np.mean(load) - np.asarray(load))
-        np.testing.assert_array_equal(after, expected.astype(np.float32))
-    same = jax.tree.map(lambda a, b: a is b, model, moved)
-    assert sum(not s for s in jax.tree.leaves(same)) == 4  # two segments and two modules
-    assert jax.tree.structure(moved) == jax.tree.structure(model)
 
 
 def test_without_experts_or_mtp(configs, make, packed):

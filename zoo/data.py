@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from ..layers.embedding import check_tokens
-
-IGNORED = -100  # the target of a position that predicts nothing
+from ..layers.loss import IGNORED
 
 # Folders of the standard library that hold no prose of a program: tests, bundled wheels, tables.
 _SKIPPED_FOLDERS = {

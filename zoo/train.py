@@ -12,6 +12,8 @@ import optax
 from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from ..layers.embedding import check_tokens
+from ..layers.loss import IGNORED
 from ..layers.router import update_bias
 from ..policies.activation import named, path_string
 from ..policies.remat import checkpoint as apply_annotations
@@ -203,9 +205,11 @@ class Step:
         """One step. `state` is donated: use the returned one. `batch` holds NumPy or JAX arrays.
 
         Nothing changes, except for the counters, if the loss or a gradient is not finite. Raises ValueError for a
-        state of another model.
+        state of another model, and for ids outside the vocabulary in a batch that is still on the host (NumPy):
+        looking at one that is on a device would stop the pipeline.
         """
         self._check(state)
+        self._check_ids(batch)
         return self._program(state, batch)
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
@@ -224,6 +228,12 @@ class Step:
         ):
             if mine != theirs:
                 raise ValueError(f"the state is another model's: {what} differ in {_some(mine ^ theirs)}")
+
+    def _check_ids(self, batch: Batch) -> None:
+        vocab_size = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        for ids, ignored in ((batch.tokens, None), (batch.targets, IGNORED)):
+            if vocab_size is not None and isinstance(ids, np.ndarray):
+                check_tokens(ids, vocab_size, ignored=ignored)
 
     def _assemble(self, params: dict[str, Any], buffers: dict[str, Any]) -> Any:
         """The model with the state's values, in the dtypes that it computes in."""

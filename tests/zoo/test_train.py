@@ -457,6 +457,20 @@ def test_placements_change_between_steps_and_the_state_stays():
     assert far((state.params, metrics.loss), results[-1]) < 1e-6 and jax.tree.structure(state) == structure
 
 
+@pytest.mark.parametrize("name", ["tokens", "targets"])
+@pytest.mark.parametrize("wrong", [-1, 300])
+def test_ids_outside_the_vocabulary_are_found_on_the_host(name, wrong):
+    model = abstract("overspill-llama-tiny")
+    optimizer = adamw(1e-3)
+    step = make_train_step(model, optimizer)
+    state = init_state(model, optimizer, key=jax.random.key(0))
+    ids = {n: np.zeros((1, 4), np.int32) for n in ("tokens", "targets")}
+    ids[name][0, 2] = wrong
+    batch = random_batch()._replace(**ids)
+    with pytest.raises(ValueError, match=rf"token id {wrong} at \[0, 2\] is outside the vocabulary.*0 to 259"):
+        step(state, batch)
+
+
 def test_ahead_of_time_and_census():
     model = place(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), toy()), {"mixer.hidden": "host"})
     optimizer = adamw(1e-2)

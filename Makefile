@@ -15,7 +15,7 @@ demo: $(VENV)/.installed-train
 	$(BIN)/overspill train --out $(OUT)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,0 +1,7 @@
+"""Tests compile hundreds of small programs and run each once: compile fast, run slow. XLA's own passes stay on."""
+
+import os
+
+_FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# What the environment says comes last, and wins.
+os.environ["XLA_FLAGS"] = f"{_FAST_TO_COMPILE} {os.environ.get('XLA_FLAGS', '')}".strip()

@@ -72,8 +72,8 @@ def train(
         pathlib.Path | None,
         typer.Option(help="A run's folder to go on from, with the same model and data. Placements may differ."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps the whole run has.")] = 220,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps the whole run has.")] = 440,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 4,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 256,
     learning_rate: Annotated[float, typer.Option(help="The highest one, after warm-up.")] = 4e-3,
     placements: Annotated[

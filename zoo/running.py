@@ -247,7 +247,7 @@ class Run:
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("training", total=todo, loss="-", speed="-")
             first = True
-            for state, records in train(step, state, batches, steps=todo, every=5, should_stop=stop.is_set):
+            for state, records in train(step, state, batches, steps=todo, every=10, should_stop=stop.is_set):
                 self.records.extend(records)
                 last = records[-1]
                 speed = "-" if last.tokens_per_second != last.tokens_per_second else f"{last.tokens_per_second:,.0f}"

@@ -71,9 +71,17 @@ def path_string(path: tuple) -> str:
 
 
 def annotations(tree: PyTree) -> list[Annotation]:
-    """Every Activation in `tree` with its path, in the tree's order."""
+    """Every Activation in `tree` with its path, in the tree's order.
+
+    Raises ValueError when two have the same path, as keys with dots in them can bring about.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_activation)
-    return [Annotation(path_string(path), node) for path, node in flat if is_activation(node)]
+    rows = [Annotation(path_string(path), node) for path, node in flat if is_activation(node)]
+    paths = [row.path for row in rows]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(f"two activations are at the path {twice!r}: rename a key that holds a dot")
+    return rows
 
 
 def map_activations(function: Callable[[str, Activation], Activation], tree: T) -> T:

@@ -171,6 +171,8 @@ class Program:
             return self._scan(eqn, subs[0], values, after)
         if any(map(has_backward, subs)):
             return self._branches(eqn, subs, values)
+        if primitive == "cond":
+            return self._cond(eqn, subs, values, after)
         for sub in subs:
             self.forward_names |= names_in(sub)
         outputs = [self._made(v.aval, eqn, values, after) for v in eqn.outvars]
@@ -214,6 +216,20 @@ class Program:
             )
         return results
 
+    def _cond(self, eqn: Any, subs: list[Any], values: list[Value], after: bool) -> list[Value]:
+        """A choice within the forward pass. What one branch keeps, the others fill with zeros."""
+        branches = [
+            self._run(sub, [Value(v.aval, constant=True) for v in sub.constvars], values[1:], transposed=False)
+            for sub in subs
+        ]
+        results = []
+        for var, *outs in zip(eqn.outvars, *branches, strict=True):
+            out = self._made(var.aval, eqn, values, after)
+            out.constant = all(o.constant for o in outs)
+            out.body = next((o for o in outs if not _is_fill(o)), outs[0])
+            results.append(out)
+        return results
+
     def _branches(self, eqn: Any, subs: list[Any], values: list[Value]) -> list[Value]:
         """A `cond` or `while` that holds both passes: each of its jaxprs is read on its own inputs."""
         for sub in subs:
@@ -228,4 +244,4 @@ class Program:
 def _is_fill(value: Value) -> bool:
     if value.primitive in {"broadcast_in_dim", *_SAME, *_VIEWS, "convert_element_type"} and value.inputs:
         return _is_fill(value.inputs[0])
-    return value.constant and value.eqn is None and value.shape == ()
+    return value.constant and value.shape == ()

@@ -15,7 +15,7 @@ Rules = Mapping[str, Placement | str]
 
 def _matches(path: str, glob: str) -> bool:
     # With a leading dot `*.attention.query` also fits a block on its own, where the path is `attention.query`.
-    return fnmatch.fnmatchcase(path, glob) or fnmatch.fnmatchcase(f".{path}", glob)
+    return path == glob or fnmatch.fnmatchcase(path, glob) or fnmatch.fnmatchcase(f".{path}", glob)
 
 
 def _near(glob: str, paths: list[str]) -> list[str]:

@@ -76,28 +76,27 @@ class Reader:
         return out
 
     def _classify(self, value: Value, raw: list[str]) -> tuple[Kind, str]:
-        if value.constant:
-            return Kind.CONSTANT, _made_by(value)
         inner = value
         cast = False
         while True:
+            # A name comes first: it may well stand on an argument or a constant.
             if inner.name is not None:
                 return Kind.NAMED, inner.name
             if inner.argument is not None:
+                raw.extend(self.raw_names.get(id(inner), []))
                 return (Kind.CAST if cast else Kind.ARGUMENT), inner.argument
             if inner.carry:
                 break
-            if inner.stacked and inner.body is not None:
+            if inner.body is not None and (inner.stacked or inner.primitive == "cond"):
                 inner = inner.body
-            elif inner.body is not None and not inner.stacked and inner.layers == 1 and inner.primitive == "scan":
-                # A carry's last value, or the slice of an input that a loop runs over.
-                if inner.body.argument is not None:
-                    inner = inner.body
-                else:
+            elif inner.body is not None and inner.primitive == "scan":
+                # The slice of an input that a loop runs over; or else a carry's last value, which is a new one.
+                if inner.body.argument is None:
                     break
+                inner = inner.body
             elif inner.source is not None:
                 inner = inner.source
-            elif self._from_argument(inner):
+            elif _from_argument(inner):
                 # A rearranged or cast part of an input is no activation.
                 cast = cast or inner.primitive == "convert_element_type"
                 inner = inner.inputs[0]
@@ -105,21 +104,25 @@ class Reader:
                 break
         names = self.raw_names.get(id(inner), [])
         raw.extend(names)
+        if value.constant:
+            return Kind.CONSTANT, _made_by(value)
         return Kind.UNNAMED, f"raw {names[0]}" if names else _made_by(inner)
 
-    @staticmethod
-    def _from_argument(value: Value) -> bool:
-        """Whether a value is an argument's elements, whatever their layout and dtype."""
-        while value.argument is None:
-            step = value.source or value.viewed or value.part_of
-            if step is None and value.primitive in ("convert_element_type", "stack", "concatenate", "broadcast_in_dim"):
-                step = value.inputs[0]
-            if step is None and value.primitive == "scan" and value.body is not None and not value.stacked:
-                step = value.body if value.body.argument is not None else None
-            if step is None or step.name is not None or step.carry:
-                return False
-            value = step
+
+def _from_argument(value: Value) -> bool:
+    """Whether a value is an argument's elements, whatever their layout and dtype."""
+    if value.argument is not None:
         return True
+    if value.name is not None or value.carry:
+        return False
+    if value.primitive in ("stack", "concatenate"):
+        return all(map(_from_argument, value.inputs))
+    step = value.source or value.viewed or value.part_of
+    if step is None and value.primitive in ("convert_element_type", "broadcast_in_dim"):
+        step = value.inputs[0]
+    if step is None and value.primitive == "scan" and value.body is not None and not value.stacked:
+        step = value.body if value.body.argument is not None else None
+    return step is not None and _from_argument(step)
 
 
 def _made_by(value: Value) -> str:

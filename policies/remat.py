@@ -63,7 +63,7 @@ def _kind(module: Any) -> str:
     return f"the function {module.__name__!r}" if hasattr(module, "__name__") else type(module).__name__
 
 
-class _Checkpointed(eqx.Module):
+class Checkpointed(eqx.Module):
     """A module that runs under `jax.checkpoint` with the policy of its own annotations."""
 
     module: Callable[..., Any]
@@ -115,4 +115,4 @@ def checkpoint(module: Callable[..., Any], *, prevent_cse: bool = True) -> Calla
     them), and RuntimeError where JAX would silently do something else: with the `jax_remat3` flag on a
     version of JAX whose implementation ignores offload.
     """
-    return _Checkpointed(module, prevent_cse)
+    return Checkpointed(module, prevent_cse)

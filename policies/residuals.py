@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .activation import Annotation, Placement, annotations, is_activation, named, path_string
+from .activation import Annotation, Placement, annotations, named, path_string
 from .counted import Census, array_text
 from .jaxprs import Program, has_backward
 from .reading import Reader
+from .remat import Checkpointed
 from .report import Table, format_bytes
 
 
@@ -115,29 +116,27 @@ def _check_one(path: str, placement: Placement, found: Census) -> None:
 
 def _name_arguments(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict, list[Annotation]]:
     """The call with every Activation in it named by its path, and the annotations by those names."""
-    model = getattr(function, "model", None)
-    if model is not None and hasattr(function, "raw"):
-        return function.raw, args, kwargs, annotations(named(model))
-    # A module wrapped by `checkpoint` or `eqx.filter_jit` is named from itself, not from its wrapper.
-    holder = function
-    inner = getattr(function, "module", None)
-    if inner is not None and annotations(inner):
-        holder = inner
-    parts = {"function": holder, **{str(i): a for i, a in enumerate(args)}, **kwargs}
+    if hasattr(function, "raw") and hasattr(function, "annotated"):  # a training step of the zoo's
+        return function.raw, args, kwargs, annotations(named(function.annotated))
+    while annotations(getattr(function, "__wrapped__", None)):
+        function = function.__wrapped__  # a module under eqx.filter_jit: traced, it is all the same
+    # A module wrapped by `checkpoint` is named from itself, not from its wrapper.
+    wrapped = isinstance(function, Checkpointed)
+    parts: dict[Any, Any] = {("function",): function.module if wrapped else function}
+    parts |= {("argument", i): arg for i, arg in enumerate(args)}
+    parts |= {("keyword", name): arg for name, arg in kwargs.items()}
     holding = [key for key, part in parts.items() if annotations(part)]
     if len(holding) <= 1:
-        new = {key: named(part) if key in holding else part for key, part in parts.items()}
+        new = parts | {key: named(parts[key]) for key in holding}
     else:
-        new = dict(parts)
-        new.update(named({key: parts[key] for key in holding}))
-    if holder is not function and "function" in holding:
-        new["function"] = eqx.tree_at(lambda f: f.module, function, new["function"], is_leaf=is_activation)
-    elif holder is not function:
-        new["function"] = function
-    rows = [
-        Annotation(node.path or path, node) for key in holding for path, node in annotations(new[key])
-    ]
-    return new["function"], tuple(new[str(i)] for i in range(len(args))), {k: new[k] for k in kwargs}, rows
+        # Several arguments with the same paths: where they stand tells them apart.
+        together = named({str(key[-1]): parts[key] for key in holding})
+        new = parts | {key: together[str(key[-1])] for key in holding}
+    rows = [Annotation(node.path or path, node) for key in holding for path, node in annotations(new[key])]
+    module = new["function",]
+    function = Checkpointed(module, function.prevent_cse) if wrapped else module
+    args = tuple(new["argument", i] for i in range(len(args)))
+    return function, args, {name: new["keyword", name] for name in kwargs}, rows
 
 
 def _is_array(leaf: Any) -> bool:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 import uuid
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -64,7 +65,7 @@ def save(
         "position": {"epoch": int(position[0]), "index": int(position[1])},
         "config": _plain(config),
         "extra": _plain(extra or {}),
-        "arrays": {name: _describe(leaf) for name, leaf in arrays.items()},
+        "arrays": {name: _describe(leaf) | {"crc32": _checksum(leaf)} for name, leaf in arrays.items()},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint", "numpy")},
     }
     text = json.dumps(metadata, indent=1)
@@ -96,10 +97,14 @@ def read_metadata(path: str | os.PathLike) -> dict[str, Any]:
         metadata = json.loads(file.read_text())
     except (OSError, ValueError):
         raise ValueError(f"there is no checkpoint at {str(path)!r}: {_METADATA} is missing or broken") from None
-    if metadata.get("format") != _FORMAT:
-        raise ValueError(
-            f"checkpoint {str(path)!r} has format {metadata.get('format')!r}; this version reads format {_FORMAT}"
-        )
+    if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
+        found = metadata.get("format") if isinstance(metadata, dict) else metadata
+        raise ValueError(f"checkpoint {str(path)!r} has format {found!r}; this version reads format {_FORMAT}")
+    kinds = {"position": dict, "extra": dict, "arrays": dict, "versions": dict}
+    broken = [name for name, kind in kinds.items() if not isinstance(metadata.get(name), kind)]
+    if broken or "step" not in metadata or set(metadata["position"]) != {"epoch", "index"}:
+        missing = ", ".join(broken) or "step or position"
+        raise ValueError(f"checkpoint {str(path)!r} is damaged: {_METADATA} lacks {missing}")
     return metadata
 
 
@@ -134,6 +139,9 @@ def restore(path: str | os.PathLike, like: T, *, config: Any = None) -> T:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"checkpoint {str(path)!r} is damaged: {first[:200]}") from error
     arrays |= {name: jnp.zeros(target.shape, target.dtype) for name, target in targets.items() if not target.size}
+    changed = [name for name in wanted if saved[name].get("crc32") not in (None, _checksum(arrays[name]))]
+    if changed:
+        raise ValueError(f"checkpoint {str(path)!r} is damaged: {_listed([f'{n!r} has changed' for n in changed])}")
     leaves = [_finish(arrays[name], saved[name], targets[name].sharding) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -197,6 +205,15 @@ def _describe(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, jax.Array) and _is_key(leaf):
         described["key_impl"] = str(jax.random.key_impl(leaf))
     return described
+
+
+def _checksum(leaf: Any) -> int | None:
+    """The CRC-32 of an array's bytes in C order; None where this process holds only a part of it."""
+    leaf = _data(leaf)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return None
+    # orbax doesn't notice a flipped bit.
+    return zlib.crc32(np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8))
 
 
 def _step(arrays: dict[str, Any]) -> int | None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from .. import __version__
 
@@ -47,12 +48,8 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        errors.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from None
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 @app.command()
@@ -91,7 +88,7 @@ def train(
     dtype: Annotated[
         str, typer.Option(help="What the model computes in: float32 or bfloat16 (with float32 master weights).")
     ] = "float32",
-    seed: Annotated[int, typer.Option(help="Decides weights and the order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides weights and the order of the data.")] = 0,
     prompt: Annotated[str, typer.Option(help="What the sample at the end continues.")] = "def ",
     sample: Annotated[int, typer.Option(min=0, help="Tokens of sample text at the end; 0 for none.")] = 200,
 ) -> None:
@@ -122,7 +119,7 @@ def train(
                 sample=sample,
             )
         )
-    code = run(console)
+        code = run(console)
     if code:
         raise typer.Exit(code)
 

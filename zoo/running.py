@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import importlib.util
+import os
 import pathlib
 import signal
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..policies.activation import Placement
@@ -85,8 +87,13 @@ def prepare(options: Options) -> "Run":
     out = options.out
     if out is None:
         out = pathlib.Path("runs", datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"))
+    _check_output(out)
     if out.exists():
         raise ValueError(f"output folder {str(out)!r} exists already: choose another with --out, or remove it")
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"prompt {options.prompt!r} is no valid text") from None
     config = find_config(options.model)
     if options.sequence_length > config.max_position_embeddings:
         raise ValueError(
@@ -100,10 +107,37 @@ def prepare(options: Options) -> "Run":
     training, validation = load_corpus(options.data).split()
     dataset = PackedDataset(training, options.sequence_length, vocab_size=config.vocab_size)
     held_out = PackedDataset(validation, options.sequence_length, vocab_size=config.vocab_size, padded=True)
+    _check_memory(skeleton, options)
     metadata = None
     if options.resume is not None:
         metadata = _resumable(options, dataset)
     return Run(options, out, config, segments, skeleton, dataset, held_out, metadata)
+
+
+def _check_output(out: pathlib.Path) -> None:
+    """Raises ValueError unless a folder `out` can be made: better now than after training."""
+    for parent in out.absolute().parents:
+        if parent.exists():
+            if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+                raise ValueError(f"output folder {str(out)!r} can't be made: {str(parent)!r} is no writable folder")
+            return
+
+
+def _check_memory(skeleton: Any, options: Options) -> None:
+    """Raises ValueError when the state alone is more than the device has: better than to be killed."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+    counts = parameters(skeleton)
+    # Weights, two moments and gradients in float32, and a copy of the weights to compute in.
+    needed = (counts.total + counts.mtp) * (16 if options.dtype == "float32" else 18)
+    if memory and needed > memory:
+        raise ValueError(
+            f"{options.model} needs at least {needed / 2**30:,.0f} GiB to train, and this machine has "
+            f"{memory / 2**30:,.0f}: choose a smaller model"
+        )
 
 
 def _resumable(options: Options, dataset: PackedDataset) -> dict[str, Any]:
@@ -180,16 +214,17 @@ class Run:
             try:
                 state = self._train(console, step, state, batches, stop)
             except TrainingDiverged as error:
-                console.print(f"[bold red]stopped:[/] {error}")
+                console.print(f"[bold red]stopped:[/] {escape(str(error))}")
                 state, code = error.state, 1
             done = int(state.step)
             if not code:
                 self._validate(console, step, state, done)
             self._save(console, step, state, batches.position, sampled=not stop.is_set() and not code)
             if stop.is_set():
+                where = escape(str(self.out))
                 console.print(
-                    f"interrupted after step {done} of {self.options.steps}; saved in {self.out}. Go on with: "
-                    f"overspill train --resume {self.out} --steps {self.options.steps} --out NEW_FOLDER"
+                    f"interrupted after step {done} of {self.options.steps}; saved in {where}. Go on with: "
+                    f"overspill train --resume {where} --steps {self.options.steps} --out NEW_FOLDER"
                 )
                 code = code or 130
             return code
@@ -197,7 +232,7 @@ class Run:
     def _introduce(self, console: Console) -> None:
         total, active, mtp = parameters(self.skeleton)
         console.print(
-            f"[bold]{self.options.model}[/]: {total:,} parameters, {active:,} active a token"
+            f"[bold]{escape(self.options.model)}[/]: {total:,} parameters, {active:,} active a token"
             + (f", {mtp:,} more for multi-token prediction" if mtp else "")
         )
         console.print(f"data: {self.dataset}\nvalidation: {self.held_out}", markup=False)
@@ -264,7 +299,7 @@ class Run:
         checkpoint_io.save(self.out / "checkpoint", state, config=self.config, position=position, extra=extra)
         artifacts.write_csv(self.out / "loss.csv", self.records)
         artifacts.write_curve(self.out / "loss.png", self.records, self.validation)
-        console.print(f"saved in {self.out}: checkpoint, loss.csv, loss.png", end="" if sampled else "\n")
+        console.print(f"saved in {escape(str(self.out))}: checkpoint, loss.csv, loss.png", end="" if sampled else "\n")
         if sampled and self.options.sample:
             console.print(", sample.txt")
             tokenizer = ByteTokenizer()

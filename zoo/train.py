@@ -198,6 +198,13 @@ class Step:
         return f"Step({type(self.model).__name__}, {len(self.parameters)} parameter arrays)"
 
     @property
+    def annotated(self) -> Any:
+        """The part of `model` that the step runs: without multi-token prediction where its weight is 0."""
+        if self._options.mtp_weight > 0 or not getattr(self.model, "mtp", ()):
+            return self.model
+        return eqx.tree_at(lambda model: model.mtp, self.model, ())
+
+    @property
     def compilations(self) -> int:
         return self._program.compilations
 

@@ -113,3 +113,13 @@ def test_activation_is_static_data(cell):
 def test_activation_outside_checkpoint_is_the_identity():
     x = jnp.arange(3.0)
     np.testing.assert_array_equal(Activation("a", "host")(x), x)
+
+
+def test_keys_that_look_like_globs(cell):
+    tree = place({"l[0]": cell, "l*": cell}, "offload_all")
+    assert set(placements(tree).values()) == {"host"}
+
+
+def test_two_activations_at_one_path_are_refused():
+    with pytest.raises(ValueError, match="two activations are at the path 'a.b'"):
+        place({"a.b": Activation("x"), "a": {"b": Activation("y")}}, {"*": "host"})

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from overspill import policies
-from overspill.policies import PlacementNotApplied, census, check, checkpoint, place
+from overspill.policies import Activation, PlacementNotApplied, census, check, checkpoint, place
 from overspill.policies.activation import annotations
 from overspill.policies.report import Table, format_bytes
 
@@ -201,3 +201,64 @@ def test_paths_under_one_index_share_a_heading(make_cell):
 
 def test_brackets_are_text():
     assert "[bold]x[/]" in str(Table(["a"], [["[bold]x[/]"]]))
+
+
+class OneHot(eqx.Module):
+    weight: jax.Array
+    hidden: Activation
+
+    def __call__(self, tokens):
+        return self.hidden(jax.nn.one_hot(tokens, 8)) @ self.weight
+
+
+def test_a_name_on_a_value_made_of_integers_counts():
+    layer = OneHot(jnp.eye(8), Activation("hidden", "host"))
+    assert check(checkpoint(layer), jnp.arange(4)).host_bytes == 4 * 8 * 4
+    with pytest.raises(PlacementNotApplied, match="'hidden' is annotated 'host' but waits as 'device'"):
+        check(layer, jnp.arange(4))
+
+
+class Choice(eqx.Module):
+    weight: jax.Array
+    hidden: Activation
+
+    def __call__(self, x, chosen):
+        return jax.lax.cond(chosen, lambda x: jnp.sin(self.hidden(jnp.sin(x @ self.weight))), lambda x: x, x)
+
+
+@pytest.mark.parametrize("placement", ["host", "device", "recompute"])
+def test_a_name_within_a_cond(x, placement):
+    layer = Choice(jnp.eye(SIZE), Activation("hidden", placement))
+    found = check(checkpoint(layer), x, jnp.array(True))
+    assert found.statuses == {"hidden": placement.replace("recompute", "recomputed")}
+    assert found.host_bytes == (ONE if placement == "host" else 0)
+
+
+def test_a_parameter_joined_with_an_activation_is_an_activation(x):
+    def joined(parameter, x):
+        return jnp.sin(jnp.concatenate([parameter, jnp.cos(x)])).sum()
+
+    (kept,) = (e for e in census(joined, jnp.ones((1, SIZE)), x).entries if e.shape == (ROWS + 1, SIZE))
+    assert kept.kind == "unnamed"
+
+
+def test_raw_argument_of_a_layer_alone_raises(make_cell, x):
+    layer = place(make_cell(jax.random.key(0), fault="raw"), {"*": "recompute", "block_input": "host"})
+    with pytest.raises(PlacementNotApplied, match="'block_input' is named, but the value before"):
+        check(checkpoint(layer), x, 1.0)
+
+
+def test_a_module_under_filter_jit(cell, x):
+    layer = place(cell, {"*": "host"})
+    assert check(eqx.filter_jit(checkpoint(layer)), x, 1.0).statuses["hidden"] == "host"
+
+
+def test_a_field_called_module_and_a_keyword_called_function(cell, x):
+    class Holder(eqx.Module):
+        module: eqx.Module
+
+        def __call__(self, x, function):
+            return function(self.module(x, 1.0))
+
+    found = check(checkpoint(Holder(place(cell, {"*": "host"}))), x, function=jnp.sin)
+    assert found.statuses["module.hidden"] == "host"

@@ -170,6 +170,18 @@ def test_damage_is_reported(tmp_path):
         restore(tmp_path / "x", state)
 
 
+def test_a_flipped_bit_is_found(tmp_path):
+    state = {"a": commit(jax.random.normal(jax.random.key(0), (64, 64)).astype(jnp.bfloat16)), "key": jax.random.key(1)}
+    save(tmp_path / "x", state)
+    assert restore(tmp_path / "x", state)["a"].dtype == jnp.bfloat16
+    largest = max((p for p in (tmp_path / "x" / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(bytes(data))
+    with pytest.raises(ValueError, match="x' is damaged: "):
+        restore(tmp_path / "x", state)
+
+
 def test_six_steps_are_three_and_three_more(tmp_path):
     """Cut in the middle of an epoch and exactly at the end of one; the resumed run compiles once."""
     corpus = Corpus("test", ("a", "b"), (b"hello world, " * 4, b"abcdefghij" * 3))

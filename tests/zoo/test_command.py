@@ -82,7 +82,12 @@ def test_train_leaves_checkpoint_curve_and_sample(tmp_path, text):
         (["--dtype", "float8"], "dtype 'float8' is not one of float32, bfloat16"),
         (["--learning-rate", "-1"], "learning rate -1.0 must be more than 0"),
         (["--resume", "nowhere"], "there is no checkpoint at"),
+        (["--resume", "BROKEN"], "is damaged: metadata.json lacks position, extra, arrays, versions"),
+        (["--resume", "LIST"], "has format []"),
         (["--out", "EXISTING"], "exists already"),
+        (["--out", "SHORT/run"], "can't be made"),
+        (["--prompt", "\udcff"], "is no valid text"),
+        (["--model", "llama-3.1-405b"], "GiB to train, and this machine has"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, arguments, message):
@@ -90,6 +95,9 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, argumen
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "EXISTING").mkdir()
     (tmp_path / "SHORT").write_text("short\nvery short")
+    for name, metadata in {"BROKEN": '{"format": 1}', "LIST": "[]"}.items():
+        (tmp_path / name / "checkpoint").mkdir(parents=True)
+        (tmp_path / name / "checkpoint" / "metadata.json").write_text(metadata)
     before = sorted(tmp_path.rglob("*"))
     result = invoke("train", "--steps", 1, *arguments)
     assert result.exit_code == 2

@@ -471,6 +471,15 @@ def test_ids_outside_the_vocabulary_are_found_on_the_host(name, wrong):
         step(state, batch)
 
 
+def test_without_mtp_its_annotations_are_not_asked_for():
+    model = place(abstract("overspill-deepseek-tiny"), "offload_latents")
+    optimizer = adamw(1e-3)
+    step = make_train_step(model, optimizer, mtp_weight=0)
+    batch = random_batch(vocab=9)
+    found = check(step, init_state(model, optimizer, key=jax.random.key(0)), batch)
+    assert found.host_bytes > 0 and not any(path.startswith("mtp") for path in found.statuses)
+
+
 def test_ahead_of_time_and_census():
     model = place(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), toy()), {"mixer.hidden": "host"})
     optimizer = adamw(1e-2)

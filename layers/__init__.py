@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention import Attention as Attention, dot_product_attention as dot_product_attention
     from .block import Block as Block
-    from .embedding import Embedding as Embedding
+    from .embedding import Embedding as Embedding, check_tokens as check_tokens
     from .experts import grouped_matmul as grouped_matmul
     from .linear import Buffer as Buffer, Linear as Linear
     from .loss import cross_entropy as cross_entropy
@@ -49,6 +49,7 @@ _ROOMS = {
     "Stack": "stack",
     "YarnScaling": "rotary",
     "attention_mask": "mask",
+    "check_tokens": "embedding",
     "cross_entropy": "loss",
     "dot_product_attention": "attention",
     "grouped_matmul": "experts",
@@ -66,4 +67,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+    return sorted(_ROOMS)

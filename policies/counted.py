@@ -76,25 +76,26 @@ class Census:
         return tuple(e for e in self.entries if e.kind is Kind.NAMED and e.label == path)
 
     def table(self, *, arguments: bool = False) -> Table:
-        """The kept values and the names that aren't kept, as a table.
+        """Every activation and what became of it, in the order of the tree; then what else is kept, largest first.
 
         Arguments are there whether kept or not: they get one line, or one each with `arguments=True`.
         """
-        rows = [
-            (e.label, e.kind, array_text(e.dtype, e.shape), e.layers, format_bytes(e.bytes), e.memory)
-            for e in self.entries
-            if arguments or e.kind is not Kind.ARGUMENT
-        ]
+        rows: list[tuple] = []
+        for name, status in self.statuses.items():
+            rows += [_row(entry) for entry in self.of(name)] or [(name, Kind.NAMED, "", "", "", status)]
+        others = [e for e in self.entries if e.kind not in (Kind.NAMED, Kind.ARGUMENT)]
+        rows += [_row(entry) for entry in sorted(others, key=lambda e: -e.bytes)]
         read = [e for e in self.entries if e.kind is Kind.ARGUMENT]
-        if read and not arguments:
+        if arguments:
+            rows += [_row(entry) for entry in read]
+        elif read:
             size = format_bytes(self.bytes(Kind.ARGUMENT))
             rows.append((f"{len(read)} arguments", Kind.ARGUMENT, "", "", size, "there anyhow"))
-        kept = {e.label for e in self.entries if e.kind is Kind.NAMED}
-        rows += [
-            (name, "named", "", "", "", status) for name, status in self.statuses.items() if name not in kept
-        ]
         device, host = format_bytes(self.device_bytes), format_bytes(self.host_bytes)
-        footer = f"activations on the device {device}, on the host {host}; unnamed {self.unnamed_share:.1%}"
+        footer = (
+            f"activations on the device {device}, on the host {host}; of these {self.unnamed_share:.1%} unnamed:\n"
+            "computed where no annotation is, such as the embedding, the final norm and the loss"
+        )
         columns = ("value", "class", "one layer", "layers", "bytes", "waits")
         return Table(columns, rows, title="Kept for the backward pass", footer=footer, paths=True)
 
@@ -110,3 +111,8 @@ class Census:
 def array_text(dtype: str, shape: tuple[int, ...]) -> str:
     """An array's dtype and shape as text: `float32[4,128]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _row(entry: Entry) -> tuple:
+    array = array_text(entry.dtype, entry.shape)
+    return (entry.label, entry.kind, array, entry.layers, format_bytes(entry.bytes), entry.memory)

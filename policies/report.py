@@ -50,17 +50,17 @@ class Table:
         self.paths = paths
 
     def _shown(self) -> list[tuple[str, ...]]:
-        if not self.paths:
+        """The rows, under headings where paths share one; what belongs under none is set apart."""
+        split = [("", row[0]) if " " in row[0] or not self.paths else _split(row[0]) for row in self.rows]
+        if not any(group for group, _ in split):
             return self.rows
         shown: list[tuple[str, ...]] = []
         heading = ""
-        for first, *rest in self.rows:
-            group, name = _split(first) if " " not in first else ("", first)
-            if group != heading:
+        for (group, name), (_, *rest) in zip(split, self.rows, strict=True):
+            if group != heading or not shown:
                 heading = group
-                if group:
-                    shown.append((group, *[""] * len(rest)))
-            shown.append((f"  {name}" if group else name, *rest))
+                shown.append((group or "elsewhere", *[""] * len(rest)))
+            shown.append((f"  {name}", *rest))
         return shown
 
     def __rich__(self) -> RichTable:

@@ -96,7 +96,7 @@ def _check_one(path: str, placement: Placement, found: Census) -> None:
     if status == "never tagged":
         raise PlacementNotApplied(
             f"{path!r} is annotated {placement.value!r}, but the program never tags a value with it: "
-            "the layer must call the Activation on the value it stands for"
+            "the layer must call the Activation on the value it stands for, and use what that returns"
         )
     if status == "not needed" or status.startswith("same value"):
         return

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
         parameters as parameters,
         resegment as resegment,
     )
-    from .checkpoint_io import restore as restore_state, save as save_state  # noqa: F401
+    from .checkpoint_io import CheckpointMismatch as CheckpointMismatch, restore as restore_state, save as save_state  # noqa: F401
+    from .compiled import RecompilationWarning as RecompilationWarning
     from .config import DeepSeekConfig as DeepSeekConfig, LlamaConfig as LlamaConfig
     from .data import (
         Batch as Batch,
         ByteTokenizer as ByteTokenizer,
         Corpus as Corpus,
         PackedDataset as PackedDataset,
+        Position as Position,
         load_corpus as load_corpus,
     )
     from .deepseek import DeepSeek as DeepSeek
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from .llama import Llama as Llama
     from .loop import Record as Record, TrainingDiverged as TrainingDiverged, train as train_loop  # noqa: F401
     from .optimizer import adamw as adamw, trainable as trainable, warmup_cosine as warmup_cosine
+    from .registry import REGISTRY as REGISTRY
     from .train import (
         Metrics as Metrics,
         Step as Step,
@@ -35,8 +38,10 @@ if TYPE_CHECKING:
 
 # Public name: the room it is in, and its name there where that differs. Loaded on first use.
 _ROOMS = {
+    "REGISTRY": "registry",
     "Batch": "data",
     "ByteTokenizer": "data",
+    "CheckpointMismatch": "checkpoint_io",
     "Corpus": "data",
     "DeepSeek": "deepseek",
     "DeepSeekConfig": "config",
@@ -45,6 +50,8 @@ _ROOMS = {
     "Metrics": "train",
     "PackedDataset": "data",
     "Parameters": "building",
+    "Position": "data",
+    "RecompilationWarning": "compiled",
     "Record": "loop",
     "Step": "train",
     "TrainState": "train",
@@ -78,4 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+    return sorted(_ROOMS)

@@ -23,7 +23,10 @@ def write_csv(path: pathlib.Path, records: Sequence[Record]) -> None:
     with partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(_COLUMNS)
-        writer.writerows([getattr(record, column) for column in _COLUMNS] for record in records)
+        for record in records:
+            values = [getattr(record, column) for column in _COLUMNS]
+            # The first step's speed is not known: it compiles.
+            writer.writerow(["" if value != value else value for value in values])
     os.replace(partial, path)
 
 
@@ -36,11 +39,11 @@ def write_curve(path: pathlib.Path, records: Sequence[Record], validation: Seque
     axes.plot([r.step for r in records], [r.loss for r in records], label="training", linewidth=1)
     if any(r.mtp_loss for r in records):
         axes.plot(
-            [r.step for r in records], [r.mtp_loss for r in records], label="multi-token prediction", linewidth=1
+            [r.step for r in records], [r.mtp_loss for r in records], label="one token further (MTP)", linewidth=1
         )
     if validation:
         axes.plot(*zip(*validation, strict=True), "o", label="validation")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set(xlabel="step", ylabel="loss (nats a byte)")
     axes.grid(alpha=0.3)
     axes.legend()
     partial = path.with_name(f".{path.name}.partial")

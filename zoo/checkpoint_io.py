@@ -93,6 +93,8 @@ def read_metadata(path: str | os.PathLike) -> dict[str, Any]:
     by path. Raises ValueError when there is no checkpoint.
     """
     file = pathlib.Path(path) / _METADATA
+    if not file.parent.is_dir():
+        raise ValueError(f"there is no checkpoint at {str(path)!r}: no such folder")
     try:
         metadata = json.loads(file.read_text())
     except (OSError, ValueError):

@@ -315,6 +315,10 @@ class Batches:
         self.position = Position(int(epoch), int(index))
         self._order = (-1, np.empty(0, np.int64))
 
+    def __repr__(self) -> str:
+        epoch, index = self.position
+        return f"Batches({self.batch_size} of {self.dataset}; next: epoch {epoch}, row {index})"
+
     def __iter__(self) -> "Batches":
         return self
 

@@ -62,7 +62,7 @@ def generate(
 
     **Arguments:**
 
-    - `model`: a causal language model of the zoo.
+    - `model`: a causal language model of the zoo; after training, `step.trained(state)`.
     - `tokens`: prompts of one length, `[batch, prompt]`.
     - `temperature`: 0 takes the most probable token, ties to the lowest id; above, samples.
     - `top_k`: samples from the `top_k` most probable tokens only.

@@ -5,6 +5,7 @@ import datetime
 import importlib.util
 import os
 import pathlib
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ def prepare(options: Options) -> "Run":
         out = pathlib.Path("runs", datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"))
     _check_output(out)
     if out.exists():
-        raise ValueError(f"output folder {str(out)!r} exists already: choose another with --out, or remove it")
+        raise ValueError(f"output folder {str(out)!r} exists already: choose another with --out")
     try:
         options.prompt.encode()
     except UnicodeEncodeError:
@@ -222,12 +223,24 @@ class Run:
             self._save(console, step, state, batches.position, sampled=not stop.is_set() and not code)
             if stop.is_set():
                 where = escape(str(self.out))
-                console.print(
-                    f"interrupted after step {done} of {self.options.steps}; saved in {where}. Go on with: "
-                    f"overspill train --resume {where} --steps {self.options.steps} --out NEW_FOLDER"
-                )
+                console.print(f"interrupted after step {done} of {self.options.steps}; saved in {where}. Go on with:")
+                # On a line of its own that isn't wrapped, to be pasted.
+                console.print(f"overspill train --resume {escape(shlex.quote(str(self.out)))} {self._resume_options()}",
+                              soft_wrap=True)  # fmt: skip
                 code = code or 130
             return code
+
+    def _resume_options(self) -> str:
+        """The options that a resumed run needs to be the same run."""
+        options = self.options
+        parts = ["--steps", str(options.steps), "--model", options.model, "--batch-size", str(options.batch_size),
+                 "--sequence-length", str(options.sequence_length), "--seed", str(options.seed),
+                 "--learning-rate", str(options.learning_rate), "--dtype", options.dtype]  # fmt: skip
+        parts += ["--segments", options.segments] if options.segments else []
+        parts += ["--data", str(options.data)] if options.data else []
+        for placement in options.placements:
+            parts += ["--placements", placement]
+        return shlex.join(parts)
 
     def _introduce(self, console: Console) -> None:
         total, active, mtp = parameters(self.skeleton)
@@ -309,7 +322,7 @@ class Run:
                 allowed=tokenizer.vocab_size, key=jax.random.key(self.options.seed),
             )  # fmt: skip
             text = self.options.prompt + tokenizer.decode(new[0])
-            artifacts.write_text(self.out / "sample.txt", text)
+            artifacts.write_text(self.out / "sample.txt", text + "\n")
             console.rule("a sample")
             console.print(text, markup=False)
             console.rule()

@@ -141,7 +141,7 @@ def make_train_step(
     - `clip_norm`: the largest global norm of the gradients; None doesn't clip.
     - `compute_dtype`: parameters are cast to it inside the loss, except routers'. By default, the model's own
         dtypes. Gradients and updates are in the dtype of the state's parameters.
-    - `max_bad_steps`: how many skipped steps in a row `train` puts up with.
+    - `max_bad_steps`: how many skipped steps in a row `train_loop` puts up with.
 
     Raises ValueError for numbers out of range.
     """
@@ -178,7 +178,9 @@ class Step:
     - `model`: the annotated model without its values.
     - `parameters`: paths of the parameters, in the order of `Metrics.gradient_norms`.
     - `compilations`: how often the step was compiled: once, or a `RecompilationWarning` says what changed.
-    - `raw(state, batch)`: the step as a plain function, to be traced.
+    - `trained(state)`: the model with the state's values, to be used, saved or sampled from.
+    - `evaluate(state, batches)`: the mean cross-entropy over batches.
+    - `raw(state, batch)`: the step as a plain function, to be traced; `trace` and `lower` do so.
     """
 
     def __init__(self, model: eqx.Module, optimizer: optax.GradientTransformation, options: _Options):

@@ -199,6 +199,14 @@ def test_paths_under_one_index_share_a_heading(make_cell):
     assert ["block_input", "device"] in lines and ["a.hidden", "device"] in lines
 
 
+def test_what_belongs_under_no_heading_is_set_apart(make_cell, x):
+    model = [place(make_cell(jax.random.key(0)), "save_all")]
+    lines = str(census(lambda m, x: checkpoint(m[0])(x, 1.0).sum() ** 2, model, x)).splitlines()
+    lines = [line.strip() for line in lines]
+    (hidden,) = (i for i, line in enumerate(lines) if line.startswith("hidden"))
+    assert lines.index("0") < hidden < lines.index("elsewhere")
+
+
 def test_brackets_are_text():
     assert "[bold]x[/]" in str(Table(["a"], [["[bold]x[/]"]]))
 

@@ -2,6 +2,7 @@ import csv
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def test_train_leaves_checkpoint_curve_and_sample(tmp_path, text):
         (["--segments", "7"], "segments=(7,) must be increasing layer indices"),
         (["--dtype", "float8"], "dtype 'float8' is not one of float32, bfloat16"),
         (["--learning-rate", "-1"], "learning rate -1.0 must be more than 0"),
-        (["--resume", "nowhere"], "there is no checkpoint at"),
+        (["--resume", "nowhere"], "there is no checkpoint at 'nowhere/checkpoint': no such folder"),
         (["--resume", "BROKEN"], "is damaged: metadata.json lacks position, extra, arrays, versions"),
         (["--resume", "LIST"], "has format []"),
         (["--out", "EXISTING"], "exists already"),
@@ -126,6 +127,11 @@ def test_interrupt_saves_and_says_where(tmp_path, text):
     output = "".join(lines)
     assert process.returncode == 130, output
     assert re.search(r"interrupted after step \d+ of 100000; saved in", output), output
+    # The command to go on with stands on a line of its own and works.
+    (line,) = [line for line in output.splitlines() if line.startswith("overspill train --resume ")]
+    arguments = shlex.split(line.replace("100000", str(int(re.search(r"after step (\d+)", output)[1]) + 1)))
+    again = invoke(*arguments[1:], "--out", tmp_path / "again", "--sample", "0")
+    assert again.exit_code == 0, again.output
     assert "Traceback" not in output
     assert (out / "checkpoint" / "metadata.json").exists() and (out / "loss.csv").exists()
 

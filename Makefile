@@ -21,12 +21,12 @@ $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Overspill needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try PYTHON=python3.12 make ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install -qq --upgrade pip
 	@touch $@
 
 # An editable install follows the sources by itself; only the packaging asks for another one.
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.python
-	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	$(BIN)/python -m pip install -qq --editable '.[$*]'
 	@touch $@
 
 clean:

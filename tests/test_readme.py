@@ -24,8 +24,8 @@ def test_example_runs(example, tmp_path):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 3
-    assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 17
+    assert len(EXAMPLES) == 4
+    assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 18
 
 
 def test_every_preset_is_in_the_table():

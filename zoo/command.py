@@ -78,8 +78,9 @@ def train(
         typer.Option(
             "--placements",
             "-p",
-            help="Where activations wait: a preset's name (offload_all by default) or GLOB=PLACEMENT, "
-            "where PLACEMENT is device, host or recompute. May be repeated; later ones win.",
+            help="Where activations wait: a preset's name or GLOB=PLACEMENT, where PLACEMENT is device, host or "
+            "recompute. May be repeated; later ones win over earlier ones and over the device, where all begin. "
+            "By default offload_all.",
         ),
     ] = None,
     segments: Annotated[

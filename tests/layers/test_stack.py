@@ -1,4 +1,3 @@
-import time
 
 import equinox as eqx
 import jax
@@ -178,21 +177,13 @@ def test_a_stack_needs_layers():
         build((1,), num_layers=1)
 
 
-def test_compile_time_does_not_grow_with_depth():
-    """Compilation alone, the best of three, of forward and backward: 60 layers against 6."""
+def test_the_program_does_not_grow_with_depth():
+    """XLA gets as much to compile for 60 layers as for 6; `benchmarks/compile.py` has times."""
 
-    def seconds(num_layers):
-        stack = policies.place(build(num_layers=num_layers), "offload_all")
+    def size(num_layers, scan=True):
+        stack = policies.place(build(num_layers=num_layers, scan=scan), "offload_all")
         loss = jax.grad(lambda s, x: jnp.sum(s(x, checkpoint=policies.checkpoint, table=TABLE)[0]))
-        lowered = jax.jit(loss).lower(stack, X)
-        best = float("inf")
-        for i in range(3):
-            start = time.process_time()
-            # A flag without effect, so that nothing is taken from a cache.
-            lowered.compile(compiler_options={"xla_embed_ir_in_executable": i == 1})
-            best = min(best, time.process_time() - start)
-        return best, len(lowered.as_text())
+        return len(jax.jit(loss).lower(stack, X).as_text())
 
-    (short, short_text), (long, long_text) = seconds(6), seconds(60)
-    assert long_text <= short_text * 1.05
-    assert long <= 1.3 * short
+    assert size(60) <= 1.05 * size(6)
+    assert size(6, scan=False) > 2 * size(6)  # the measure does tell

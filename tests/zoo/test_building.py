@@ -185,18 +185,13 @@ def test_other_bad_arguments(configs):
         resegment({"a": jnp.zeros(3)}, (1,))
 
 
-def test_compile_time_of_a_model_does_not_grow_with_depth(configs, jit):
+def test_the_program_of_a_model_does_not_grow_with_depth(configs):
     """The program of forward and backward for 60 layers is that of 6, but for numbers in it."""
 
     def size(layers):
         config = dataclasses.replace(configs["llama"], num_hidden_layers=layers)
         loss = jax.grad(lambda m, t: jnp.sum(m(t, checkpoint=policies.checkpoint)))
-        lowered = jit(loss).lower(abstract(config, placements="offload_qkv"), jnp.zeros((1, 8), int))
-        start = time.process_time()
-        lowered.compile()
-        return len(lowered.as_text()), time.process_time() - start
+        lowered = jax.jit(loss).lower(abstract(config, placements="offload_qkv"), jnp.zeros((1, 8), int))
+        return len(lowered.as_text())
 
-    size(2)  # what only the first compilation does
-    (short, seconds), (long, more_seconds) = size(6), size(60)
-    assert long <= 1.05 * short
-    assert more_seconds <= 1.3 * seconds + 0.3
+    assert size(60) <= 1.05 * size(6)

@@ -249,8 +249,9 @@ class Run:
             + (f", {mtp:,} more for multi-token prediction" if mtp else "")
         )
         console.print(f"data: {self.dataset}\nvalidation: {self.held_out}", markup=False)
-        console.print(activations(self.skeleton))
-        placed = {p: sum(row[1] == p for row in activations(self.skeleton).rows) for p in Placement}
+        table = activations(self.skeleton)
+        console.print(table)
+        placed = {p: sum(row[1] == p for row in table.rows) for p in Placement}
         console.print(", ".join(f"{count} on {p}" if p != Placement.RECOMPUTE else f"{count} to recompute"
                                 for p, count in placed.items() if count))  # fmt: skip
         if jax.default_backend() == "cpu":

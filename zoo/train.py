@@ -348,11 +348,6 @@ class Step:
         return f"not finite: the gradient of {_some(names)}" if names else "the gradient norm overflows"
 
 
-def evaluate(step: Step, state: TrainState, batches: Iterable[Batch]) -> float:
-    """`step.evaluate(state, batches)`."""
-    return step.evaluate(state, batches)
-
-
 def _balanced(buffers: dict[str, Any], load: dict[str, Array], rate: float | int, mtp: bool) -> dict[str, Any]:
     """The buffers with each router's selection bias moved by the sign rule, from the load of its stack.
 

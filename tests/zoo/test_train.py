@@ -18,7 +18,7 @@ from overspill.zoo.data import Batch
 from overspill.zoo.loop import TrainingDiverged, train
 from overspill.zoo.model import Losses
 from overspill.zoo.optimizer import adamw, arrays_by_path, trainable, warmup_cosine
-from overspill.zoo.train import TrainState, evaluate, init_state, make_train_step
+from overspill.zoo.train import TrainState, init_state, make_train_step
 
 VOCAB, FEATURES = 13, 8
 
@@ -191,7 +191,7 @@ def test_one_compilation(compiles):
         state, metrics = step(state, batch)
     jax.block_until_ready(state)
     assert step.compilations == 1 and len(compiles) == 1
-    evaluate(step, state, batches)
+    step.evaluate(state, batches)
     assert step.compilations == 1 and len(compiles) == 2
     message = r"training step is compiled again.*5 of its.*int32\[2, 6\].*\[2, 5\]"
     with pytest.warns(RecompilationWarning, match=message):
@@ -280,9 +280,9 @@ def test_evaluate_weighs_tokens_not_batches():
     sums = [(numpy_step(state.params, b, 1.0)[0], (b.targets != -100).sum()) for b in batches[:2]]
     expected = sum(mean * n for mean, n in sums) / sum(n for _, n in sums)
     assert sums[0][1] == 10 and sums[1][1] == 1
-    assert evaluate(step, state, batches) == pytest.approx(expected, rel=1e-5)
+    assert step.evaluate(state, batches) == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match="no valid target"):
-        evaluate(step, state, [none])
+        step.evaluate(state, [none])
 
 
 def test_a_batch_without_targets_gives_zero_gradients():

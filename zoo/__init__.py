@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     )
     from .checkpoint_io import CheckpointMismatch as CheckpointMismatch, restore as restore_state, save as save_state  # noqa: F401
     from .compiled import RecompilationWarning as RecompilationWarning
-    from .config import DeepSeekConfig as DeepSeekConfig, LlamaConfig as LlamaConfig
+    from .config import LlamaConfig as LlamaConfig
     from .data import (
         Batch as Batch,
         ByteTokenizer as ByteTokenizer,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .generation import generate as generate
     from .llama import Llama as Llama
     from .loop import Record as Record, TrainingDiverged as TrainingDiverged, train as train_loop  # noqa: F401
+    from .moe_config import DeepSeekConfig as DeepSeekConfig, MoEConfig as MoEConfig
     from .optimizer import adamw as adamw, trainable as trainable, warmup_cosine as warmup_cosine
     from .registry import REGISTRY as REGISTRY
     from .train import (
@@ -44,10 +45,11 @@ _ROOMS = {
     "CheckpointMismatch": "checkpoint_io",
     "Corpus": "data",
     "DeepSeek": "deepseek",
-    "DeepSeekConfig": "config",
+    "DeepSeekConfig": "moe_config",
     "Llama": "llama",
     "LlamaConfig": "config",
     "Metrics": "train",
+    "MoEConfig": "moe_config",
     "PackedDataset": "data",
     "Parameters": "building",
     "Position": "data",

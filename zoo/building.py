@@ -11,10 +11,11 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..layers.moe import MoE
 from ..layers.stack import Stack, recut, resegment as resegment_stack
 from ..policies.placing import place
-from .config import Config, DeepSeekConfig, LlamaConfig
+from .config import Config, LlamaConfig
 from .deepseek import DeepSeek
 from .llama import Llama
 from .model import LanguageModel, check_boundaries, inner_boundaries
+from .moe_config import DeepSeekConfig
 from .registry import find_config
 
 T = TypeVar("T")

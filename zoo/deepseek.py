@@ -21,8 +21,8 @@ from ..layers.rotary import Rotary, Tables
 from ..layers.router import SigmoidRouter, SoftmaxRouter
 from ..layers.stack import Stack
 from ..policies.activation import Activation, named
-from .config import DeepSeekConfig
 from .model import Checkpoint, LanguageModel, Losses, check_boundaries, check_inputs, inner_boundaries
+from .moe_config import DeepSeekConfig
 
 
 def _router(config: DeepSeekConfig, key: PRNGKeyArray) -> SoftmaxRouter | SigmoidRouter:

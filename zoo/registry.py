@@ -7,7 +7,8 @@ Sizes are those of the models' public config.json files; weights are not in here
 import dataclasses
 import difflib
 
-from .config import Config, DeepSeekConfig, LlamaConfig
+from .config import Config, LlamaConfig
+from .moe_config import DeepSeekConfig
 
 _LLAMA_2 = LlamaConfig(
     32000, 4096, 11008, 32, 32, max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2

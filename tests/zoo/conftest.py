@@ -13,8 +13,9 @@ import pytest
 
 from overspill.layers.linear import is_buffer
 from overspill.zoo.building import abstract
-from overspill.zoo.config import DeepSeekConfig, LlamaConfig
+from overspill.zoo.config import LlamaConfig
 from overspill.zoo.data import Batch
+from overspill.zoo.moe_config import DeepSeekConfig
 
 LLAMA = LlamaConfig(
     vocab_size=61,

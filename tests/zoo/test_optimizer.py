@@ -6,7 +6,8 @@ import pytest
 
 from overspill.layers.linear import Buffer
 from overspill.zoo.building import abstract
-from overspill.zoo.config import DeepSeekConfig, LlamaConfig
+from overspill.zoo.config import LlamaConfig
+from overspill.zoo.moe_config import DeepSeekConfig
 from overspill.zoo.optimizer import adamw, arrays_by_path, decayed, trainable, warmup_cosine
 
 LLAMA = LlamaConfig(

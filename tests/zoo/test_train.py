@@ -13,10 +13,10 @@ from overspill.layers.loss import cross_entropy
 from overspill.policies import Activation, census, check, place
 from overspill.zoo.building import abstract
 from overspill.zoo.compiled import RecompilationWarning, commit, default_sharding
-from overspill.zoo.config import DeepSeekConfig
 from overspill.zoo.data import Batch
 from overspill.zoo.loop import TrainingDiverged, train
 from overspill.zoo.model import Losses
+from overspill.zoo.moe_config import DeepSeekConfig
 from overspill.zoo.optimizer import adamw, arrays_by_path, trainable, warmup_cosine
 from overspill.zoo.train import TrainState, init_state, make_train_step
 

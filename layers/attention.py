@@ -6,10 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
-from .linear import Linear, check_input, check_sizes
+from .cache import LayerCache
+from .linear import Linear, check_input, check_sizes, normal
+from .mask import within
 from .norm import RMSNorm
 from .rotary import Rotary, Tables
 
@@ -21,11 +23,13 @@ def dot_product_attention(
     value: Float[Array, "batch keys kv_heads value_dim"],
     mask: Bool[Array, "#batch queries keys"],
     scale: float,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch queries heads value_dim"]:
     """`softmax(scale * query key^T) value` over the keys that `mask` shows, softmax in float32.
 
     Query head h reads kv head `h // (heads / kv_heads)`. The width of values may differ from that of keys. A
-    query that sees no key gives exactly zero, and zero gradients. Raises ValueError when the heads don't divide.
+    query that sees no key gives exactly zero, and zero gradients. `sinks` are one more logit for each head, which
+    takes its share of the softmax and has no value (gpt-oss). Raises ValueError when the heads don't divide.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % kv_heads:
@@ -37,7 +41,14 @@ def dot_product_attention(
     scores = jnp.einsum("bkgsd,bktd->bkgst", q, k, preferred_element_type=jnp.float32) * scale
     # The lowest finite number, not -inf: a row without keys then has finite probabilities and gradients.
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    if sinks is None:
+        probabilities = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = rearrange(sinks.astype(jnp.float32), "(k g) -> k g 1 1", k=kv_heads)
+        highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
+        weights = jnp.exp(scores - highest)
+        probabilities = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest))
+    probabilities = probabilities.astype(value.dtype)
     context = jnp.einsum("bkgst,bktd->bkgsd", probabilities, v)
     sees_any = jnp.any(mask, axis=-1)[:, None, None, :, None]
     return rearrange(jnp.where(sees_any, context, 0), "b k g s d -> b s (k g) d")
@@ -48,6 +59,7 @@ class Attention(eqx.Module):
 
     `head_dim` is free: `num_heads * head_dim` may differ from the hidden size. `qk_norm="head"` normalises each
     head's query and key (Qwen3, GLM-4.5), `"full"` the whole projection before the heads are split (OLMo-2).
+    `sinks` gives each head a logit that takes part in the softmax without a value (gpt-oss).
 
     Activations, each `[batch, sequence, heads, head_dim]`: `query`, `key` and `value` as the softmax uses them,
     after norm and rotation, and `context`, the heads' output before the output projection.
@@ -59,6 +71,7 @@ class Attention(eqx.Module):
     output_projection: Linear
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
+    sinks: Float[Array, " heads"] | None
     query: Activation
     key: Activation
     value: Activation
@@ -79,6 +92,7 @@ class Attention(eqx.Module):
         output_bias: bool = False,
         qk_norm: Literal["head", "full"] | None = None,
         norm_eps: float = 1e-6,
+        sinks: bool = False,
         std: float = 0.02,
         dtype: Any = jnp.float32,
         key: PRNGKeyArray,
@@ -106,6 +120,7 @@ class Attention(eqx.Module):
             None if size is None else RMSNorm(size, eps=norm_eps, dtype=dtype, downcast_first=qk_norm == "head")
             for size in sizes
         )
+        self.sinks = normal(jax.random.fold_in(key, 4), (num_heads,), std, dtype) if sinks else None
         self.query = Activation("query")
         self.key = Activation("key")
         self.value = Activation("value")
@@ -124,6 +139,11 @@ class Attention(eqx.Module):
             y = norm(y)
         return y
 
+    def cache_shapes(self, batch: int, capacity: int) -> dict[str, tuple[int, ...]]:
+        """What a `LayerCache` holds for this layer: rotated keys, and values."""
+        shape = (batch, capacity, self.num_kv_heads, self.head_dim)
+        return {"key": shape, "value": shape}
+
     @jax.named_scope("attention")
     def __call__(
         self,
@@ -131,13 +151,21 @@ class Attention(eqx.Module):
         *,
         tables: Tables | None,
         rotary: Rotary | None,
-        mask: Bool[Array, "#batch sequence sequence"],
-    ) -> Float[Array, "batch sequence features"]:
-        """Same shape and dtype as `x`.
+        mask: Bool[Array, "#batch sequence keys"],
+        window: Int[Array, ""] | None = None,
+        cache: LayerCache | None = None,
+    ) -> Float[Array, "batch sequence features"] | tuple[Float[Array, "batch sequence features"], LayerCache]:
+        """Same shape and dtype as `x`, and the cache where one is given.
 
-        `tables` come from `rotary.tables` and, like `mask` (see `attention_mask`), are shared by all layers;
-        without `rotary` nothing is rotated. Raises ValueError unless `x` is floating
-        `[batch, sequence, hidden_size]`.
+        **Arguments:**
+
+        - `tables`, from `rotary.tables`, and `mask` (see `attention_mask`) are shared by all layers; without
+            `rotary` nothing is rotated.
+        - `window`: narrows the mask to a sliding window, for stacks whose layers differ in it.
+        - `cache`: keys and values of earlier tokens, to which those of `x` are added. The mask is over the
+            tokens of `x` when the cache is fresh and over its slots (see `cache_mask`) when it isn't.
+
+        Raises ValueError unless `x` is floating `[batch, sequence, hidden_size]`.
         """
         check_input("Attention", x, self.query_projection.weight.shape[1], rank=3)
         query = self._heads(x, self.query_projection, self.query_norm)
@@ -146,5 +174,13 @@ class Attention(eqx.Module):
             query, key = rotary.apply(query, tables), rotary.apply(key, tables)
         query, key = self.query(query), self.key(key)
         value = self.value(self._heads(x, self.value_projection, None))
-        context = self.context(dot_product_attention(query, key, value, mask, self.head_dim**-0.5))
-        return self.output_projection(rearrange(context, "b s h d -> b s (h d)"))
+        start = 0
+        if cache is not None:
+            cache, kept = cache.update(key=key, value=value)
+            if not cache.fresh:
+                key, value, start = kept["key"].astype(x.dtype), kept["value"].astype(x.dtype), cache.start
+        if window is not None:
+            mask = within(mask, window, start)
+        context = self.context(dot_product_attention(query, key, value, mask, self.head_dim**-0.5, self.sinks))
+        y = self.output_projection(rearrange(context, "b s h d -> b s (h d)"))
+        return y if cache is None else (y, cache)

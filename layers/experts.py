@@ -272,14 +272,22 @@ class Experts(eqx.Module):
     """SwiGLU experts, their weights stacked: expert `e` is `down_e(silu(gate_e x) * up_e x)`.
 
     `gate` and `up` are [experts, expert_size, hidden_size], `down` is [experts, hidden_size, expert_size].
+    With `use_bias` each of them has a bias. With a `limit` the activation is gpt-oss's clipped one: with `g`
+    the gate bounded above by the limit and `u` the other projection bounded on both sides, it is
+    `(u + 1) * g * sigmoid(alpha * g)`.
     """
 
     gate_weight: Float[Array, "experts expert_size features"]
     up_weight: Float[Array, "experts expert_size features"]
     down_weight: Float[Array, "experts features expert_size"]
+    gate_bias: Float[Array, "experts expert_size"] | None
+    up_bias: Float[Array, "experts expert_size"] | None
+    down_bias: Float[Array, "experts features"] | None
     gate: Activation
     up: Activation
     hidden: Activation
+    limit: float | None = eqx.field(static=True)
+    alpha: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -287,6 +295,9 @@ class Experts(eqx.Module):
         *,
         num_experts: int,
         expert_size: int,
+        use_bias: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.702,
         std: float = 0.02,
         dtype: Any = jnp.float32,
         key: PRNGKeyArray,
@@ -298,6 +309,11 @@ class Experts(eqx.Module):
         self.gate_weight = normal(gate_key, wide, std, dtype)
         self.up_weight = normal(up_key, wide, std, dtype)
         self.down_weight = normal(down_key, narrow, std, dtype)
+        self.gate_bias = self.up_bias = self.down_bias = None
+        if use_bias:
+            self.gate_bias, self.up_bias = (jnp.zeros((num_experts, expert_size), dtype) for _ in range(2))
+            self.down_bias = jnp.zeros((num_experts, hidden_size), dtype)
+        self.limit, self.alpha = None if limit is None else float(limit), float(alpha)
         self.gate = Activation("gate")
         self.up = Activation("up")
         self.hidden = Activation("hidden")
@@ -307,7 +323,20 @@ class Experts(eqx.Module):
         self, rows: Float[Array, "rows features"], group_sizes: Int[Array, " experts"]
     ) -> Float[Array, "rows features"]:
         """Rows through their experts. `rows` and `group_sizes` are as `grouped_matmul` takes them."""
-        gate = self.gate(grouped_matmul(rows, self.gate_weight, group_sizes))
-        up = self.up(grouped_matmul(rows, self.up_weight, group_sizes))
-        hidden = self.hidden(jax.nn.silu(gate) * up)
-        return grouped_matmul(hidden, self.down_weight, group_sizes)
+        gate = self.gate(_affine(rows, self.gate_weight, self.gate_bias, group_sizes))
+        up = self.up(_affine(rows, self.up_weight, self.up_bias, group_sizes))
+        if self.limit is None:
+            hidden = jax.nn.silu(gate) * up
+        else:
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+            hidden = (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+        return _affine(self.hidden(hidden), self.down_weight, self.down_bias, group_sizes)
+
+
+def _affine(x: Array, weight: Array, bias: Array | None, group_sizes: Array) -> Array:
+    y = grouped_matmul(x, weight, group_sizes)
+    if bias is None:
+        return y
+    # The bias as the product of a one: its gradient is then a grouped sum too, where that of a gather would be
+    # a scatter-add, and rows of no expert stay zero.
+    return y + grouped_matmul(jnp.ones((x.shape[0], 1), x.dtype), bias[..., None], group_sizes)

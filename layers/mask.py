@@ -42,3 +42,30 @@ def attention_mask(
     if mask is not None:
         visible = visible & mask[:, None, :]
     return visible
+
+
+@jax.named_scope("cache_mask")
+def cache_mask(
+    valid: Bool[Array, "batch slots"], start: Int[Array, ""], queries: int, *, window: int | None = None
+) -> Bool[Array, "batch query slot"]:
+    """The causal mask of new tokens over the slots of a cache, which hold these tokens already.
+
+    **Arguments:**
+
+    - `valid`: which slots hold a real token.
+    - `start`: the slot of the first of the `queries` new tokens.
+    - `window`: as for `attention_mask`, counted in slots.
+    """
+    query, key = start + jnp.arange(queries)[:, None], jnp.arange(valid.shape[1])[None, :]
+    visible = key <= query
+    if window is not None:
+        visible &= query - key < window
+    return visible[None] & valid[:, None, :]
+
+
+def within(
+    mask: Bool[Array, "rows query key"], window: Int[Array, ""], start: Int[Array, ""] | int = 0
+) -> Bool[Array, "rows query key"]:
+    """`mask`, narrowed to a sliding window that may differ from layer to layer; `start` as for `cache_mask`."""
+    query, key = start + jnp.arange(mask.shape[1])[:, None], jnp.arange(mask.shape[2])[None, :]
+    return mask & (query - key < window)

@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..policies.activation import Activation
 from .attention import dot_product_attention
+from .cache import LayerCache
+from .indexer import Indexer
 from .linear import Linear, check_input, check_sizes
 from .norm import RMSNorm
 from .rotary import Rotary, Tables
@@ -42,6 +44,7 @@ class MLA(eqx.Module):
     kv_norm: RMSNorm  # kv_a_layernorm
     kv_up: Linear  # kv_b_proj: for each head its key, then its value
     output_projection: Linear
+    indexer: Indexer | None
     query_latent: Activation | None
     kv_latent: Activation
     query: Activation
@@ -67,12 +70,18 @@ class MLA(eqx.Module):
         qk_rope_head_dim: int,
         v_head_dim: int,
         bias: bool = False,
+        index_n_heads: int | None = None,
+        index_head_dim: int | None = None,
+        index_topk: int | None = None,
         softmax_scale_factor: float | None = None,
         std: float = 0.02,
         dtype: Any = jnp.float32,
         key: PRNGKeyArray,
     ):
         """`bias` is for the two down projections and the output projection; the others have none.
+
+        With `index_topk` each query attends to that many keys only, picked by an `Indexer` of
+        `index_n_heads` heads of `index_head_dim` features (DeepSeek-V3.2); it needs a `q_lora_rank`.
 
         Raises ValueError when a size is not a positive integer, or `softmax_scale_factor` isn't positive.
         """
@@ -102,6 +111,19 @@ class MLA(eqx.Module):
         self.kv_norm = RMSNorm(kv_lora_rank, eps=LATENT_NORM_EPS, dtype=dtype)
         self.kv_up = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), key=keys[3], **plain)
         self.output_projection = Linear(num_heads * v_head_dim, hidden_size, key=keys[4], **biased)
+        self.indexer = None
+        if index_topk is not None:
+            if q_lora_rank is None:
+                raise ValueError("MLA: index_topk needs q_lora_rank: the indexer reads the latent of the queries")
+            self.indexer = Indexer(
+                hidden_size,
+                q_lora_rank=q_lora_rank,
+                num_heads=index_n_heads,
+                head_dim=index_head_dim,
+                top_k=index_topk,
+                key=jax.random.fold_in(key, 5),
+                **plain,
+            )
         self.kv_latent = Activation("kv_latent")
         self.query = Activation("query")
         self.key = Activation("key")
@@ -120,6 +142,13 @@ class MLA(eqx.Module):
             factor = 1.0 if rotary is None else rotary.softmax_scale_factor
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * factor
 
+    def cache_shapes(self, batch: int, capacity: int) -> dict[str, tuple[int, ...]]:
+        """What a `LayerCache` holds for this layer: the normed latent and the rotated key, and the indexer's keys."""
+        shapes = {"latent": (batch, capacity, self.kv_lora_rank + self.qk_rope_head_dim)}
+        if self.indexer is not None:
+            shapes["index_key"] = (batch, capacity, self.indexer.head_dim)
+        return shapes
+
     @jax.named_scope("mla")
     def __call__(
         self,
@@ -127,31 +156,71 @@ class MLA(eqx.Module):
         *,
         tables: Tables | None,
         rotary: Rotary | None,
-        mask: Bool[Array, "#batch sequence sequence"],
-    ) -> Float[Array, "batch sequence features"]:
-        """Same shape and dtype as `x`.
+        mask: Bool[Array, "#batch sequence keys"],
+        cache: LayerCache | None = None,
+    ) -> Float[Array, "batch sequence features"] | tuple[Float[Array, "batch sequence features"], LayerCache]:
+        """Same shape and dtype as `x`, and the cache where one is given.
 
-        `tables` come from `rotary.tables` and, like `mask` (see `attention_mask`), are shared by all layers;
-        without `rotary` nothing is rotated. Raises ValueError unless `x` is floating
-        `[batch, sequence, hidden_size]` and `rotary` is for `qk_rope_head_dim` features.
+        **Arguments:**
+
+        - `tables`, from `rotary.tables`, and `mask` (see `attention_mask`) are shared by all layers; without
+            `rotary` nothing is rotated.
+        - `cache`: latents of earlier tokens, to which those of `x` are added. Unless it is fresh, queries are
+            projected into the space of the latents and what they find is projected back, so that neither keys
+            nor values are ever made (the report's section 2.1.2); the mask is then over the cache's slots.
+
+        Raises ValueError unless `x` is floating `[batch, sequence, hidden_size]` and `rotary` is for
+        `qk_rope_head_dim` features.
         """
         check_input("MLA", x, self.kv_down.weight.shape[1], rank=3)
         if rotary is not None and rotary.dim != self.qk_rope_head_dim:
             raise ValueError(f"MLA: rotary is for {rotary.dim} features, qk_rope_head_dim is {self.qk_rope_head_dim}")
-        nope, heads = self.qk_nope_head_dim, self.num_heads
+        nope, rank, heads = self.qk_nope_head_dim, self.kv_lora_rank, self.num_heads
 
-        query = x if self.query_down is None else self.query_norm(self.query_latent(self.query_down(x)))
-        query = rearrange(self.query_up(query), "b s (h d) -> b s h d", h=heads)
+        source = x if self.query_down is None else self.query_norm(self.query_latent(self.query_down(x)))
+        query = rearrange(self.query_up(source), "b s (h d) -> b s h d", h=heads)
         latent = self.kv_latent(self.kv_down(x))
-        key_value = self.kv_up(self.kv_norm(latent[..., : self.kv_lora_rank]))
-        key_value = rearrange(key_value, "b s (h d) -> b s h d", h=heads)
-        shared_key = latent[..., None, self.kv_lora_rank :]
+        normed, shared_key = self.kv_norm(latent[..., :rank]), latent[..., None, rank:]
         rotated_query = query[..., nope:]
         if rotary is not None:
             rotated_query, shared_key = rotary.apply(rotated_query, tables), rotary.apply(shared_key, tables)
-        shared_key = jnp.broadcast_to(shared_key, (*shared_key.shape[:2], heads, self.qk_rope_head_dim))
-        query = self.query(jnp.concatenate([query[..., :nope], rotated_query], axis=-1))
-        key = self.key(jnp.concatenate([key_value[..., :nope], shared_key], axis=-1))
-        value = self.value(key_value[..., nope:])
-        context = self.context(dot_product_attention(query, key, value, mask, self.scale(rotary)))
-        return self.output_projection(rearrange(context, "b s h d -> b s (h d)"))
+
+        kept = {}
+        index_key = None if self.indexer is None else self.indexer.keys(x, tables=tables, rotary=rotary)
+        if cache is not None:
+            new = {"latent": jnp.concatenate([normed, shared_key[:, :, 0]], axis=-1)}
+            if index_key is not None:
+                new["index_key"] = index_key
+            cache, kept = cache.update(**new)
+        absorbed = cache is not None and not cache.fresh
+        if self.indexer is not None:
+            index_key = kept["index_key"].astype(x.dtype) if absorbed else index_key
+            mask = self.indexer(x, source, index_key, tables=tables, rotary=rotary, mask=mask)
+
+        if absorbed:
+            context = self._absorbed(query[..., :nope], rotated_query, kept["latent"].astype(x.dtype), mask, rotary)
+        else:
+            key_value = rearrange(self.kv_up(normed), "b s (h d) -> b s h d", h=heads)
+            shared_key = jnp.broadcast_to(shared_key, (*shared_key.shape[:2], heads, self.qk_rope_head_dim))
+            query = self.query(jnp.concatenate([query[..., :nope], rotated_query], axis=-1))
+            key = self.key(jnp.concatenate([key_value[..., :nope], shared_key], axis=-1))
+            value = self.value(key_value[..., nope:])
+            context = dot_product_attention(query, key, value, mask, self.scale(rotary))
+        y = self.output_projection(rearrange(self.context(context), "b s h d -> b s (h d)"))
+        return y if cache is None else (y, cache)
+
+    def _absorbed(
+        self,
+        query: Float[Array, "batch sequence heads nope"],
+        rotated_query: Float[Array, "batch sequence heads rope"],
+        latent: Float[Array, "batch slots latent"],
+        mask: Bool[Array, "batch sequence slots"],
+        rotary: Rotary | None,
+    ) -> Float[Array, "batch sequence heads value_dim"]:
+        """The heads' outputs from latents: one key and one value, of the latent's width, for all heads."""
+        weight = rearrange(self.kv_up.weight.astype(query.dtype), "(h d) c -> h d c", h=self.num_heads)
+        query = jnp.einsum("bshd,hdc->bshc", query, weight[:, : self.qk_nope_head_dim])
+        query = jnp.concatenate([query, rotated_query], axis=-1)
+        key, value = latent[:, :, None], latent[:, :, None, : self.kv_lora_rank]
+        context = dot_product_attention(query, key, value, mask, self.scale(rotary))
+        return jnp.einsum("bshc,hdc->bshd", context, weight[:, self.qk_nope_head_dim :])

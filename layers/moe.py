@@ -48,11 +48,17 @@ class MoE(eqx.Module):
         num_experts: int,
         expert_size: int,
         shared_size: int | None = None,
+        expert_bias: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.702,
         std: float = 0.02,
         dtype: Any = jnp.float32,
         key: PRNGKeyArray,
     ):
-        """Raises ValueError when the sizes of `router` aren't these, or a size is not a positive integer."""
+        """`expert_bias`, `limit` and `alpha` are those of `Experts`.
+
+        Raises ValueError when the sizes of `router` aren't these, or a size is not a positive integer.
+        """
         if router.weight.shape != (num_experts, hidden_size):
             experts, features = router.weight.shape
             raise ValueError(
@@ -62,7 +68,15 @@ class MoE(eqx.Module):
         experts_key, shared_key = jax.random.split(key)
         self.router = router
         self.experts = Experts(
-            hidden_size, num_experts=num_experts, expert_size=expert_size, std=std, dtype=dtype, key=experts_key
+            hidden_size,
+            num_experts=num_experts,
+            expert_size=expert_size,
+            use_bias=expert_bias,
+            limit=limit,
+            alpha=alpha,
+            std=std,
+            dtype=dtype,
+            key=experts_key,
         )
         self.shared = None
         if shared_size is not None:

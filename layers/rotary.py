@@ -277,6 +277,10 @@ class Rotary(eqx.Module):
             first, second = x[..., :half], x[..., half : self.dim]
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, x[..., self.dim :]], axis=-1)
 
+    def half_split(self) -> "Rotary":
+        """This embedding for features in half-split layout; the tables are the same."""
+        return Rotary(self.dim, self.theta, self.max_positions, self.scaling)
+
     @property
     def softmax_scale_factor(self) -> float:
         """What MLA multiplies its softmax scale by: YaRN's squared `mscale_all_dim` value, 1.0 without one."""

@@ -28,13 +28,16 @@ class SoftmaxRouter(eqx.Module):
 
     With method `group_limited_greedy` only experts of the `top_groups` groups with the best maximum can be
     chosen. The weights are the experts' probabilities, divided by their sum if `normalize`, and in any
-    case times `scale`. (DeepSeek's own code leaves the scale out when it normalizes and transformers never
-    normalizes; all released models say `normalize=False`, where the three agree.)
+    case times `scale`. With `use_bias` the logits have a trained bias (gpt-oss).
+
+    (DeepSeek's own code leaves the scale out when it normalizes and transformers never normalizes; all
+    released DeepSeek models say `normalize=False`, where the three agree.)
 
     `weight` is [num_experts, hidden_size] and float32; all of it is computed in float32.
     """
 
     weight: Float[Array, "experts features"]
+    bias: Float[Array, " experts"] | None
     logits: Activation
     num_experts: int = eqx.field(static=True)
     top_k: int = eqx.field(static=True)
@@ -55,6 +58,7 @@ class SoftmaxRouter(eqx.Module):
         method: str = "greedy",
         normalize: bool = False,
         scale: float = 1.0,
+        use_bias: bool = False,
         std: float = 0.02,
         key: PRNGKeyArray,
     ):
@@ -71,6 +75,7 @@ class SoftmaxRouter(eqx.Module):
         check_sizes("SoftmaxRouter", hidden_size=hidden_size, num_experts=num_experts, top_k=top_k, groups=groups)
         _check_groups(num_experts, top_k, groups, top_groups)
         self.weight = normal(key, (num_experts, hidden_size), std, jnp.float32)
+        self.bias = jnp.zeros(num_experts, jnp.float32) if use_bias else None
         self.logits = Activation("router_logits")
         self.num_experts, self.top_k = num_experts, top_k
         self.groups, self.top_groups = groups, top_groups
@@ -83,7 +88,10 @@ class SoftmaxRouter(eqx.Module):
         Raises ValueError unless `x` is floating `[tokens, hidden_size]`.
         """
         check_input("SoftmaxRouter", x, self.weight.shape[1], rank=2)
-        scores = jax.nn.softmax(self.logits(_logits(x, self.weight)), axis=-1)
+        logits = _logits(x, self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.astype(jnp.float32)
+        scores = jax.nn.softmax(self.logits(logits), axis=-1)
         choice = lax.stop_gradient(scores)
         if self.method == "group_limited_greedy":
             best = jnp.max(_split(choice, self.groups), axis=-1)

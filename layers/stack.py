@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..policies.activation import named
+from .cache import LayerCache
 
 
 def _edges(boundaries: Sequence[int], start: int, num_layers: int) -> list[int]:
@@ -103,8 +104,12 @@ class Stack(eqx.Module):
         x: Float[Array, "batch sequence features"],
         *,
         checkpoint: Callable[..., Callable[..., Any]] | None = None,
+        per_layer: dict[str, Array] | None = None,
+        cache: LayerCache | None = None,
         **kwargs: Any,
-    ) -> tuple[Float[Array, "batch sequence features"], PyTree]:
+    ) -> tuple[Float[Array, "batch sequence features"], PyTree] | tuple[
+        Float[Array, "batch sequence features"], PyTree, dict[str, Array]
+    ]:
         """Runs every block on `x`.
 
         **Arguments:**
@@ -112,32 +117,55 @@ class Stack(eqx.Module):
         - `x`: of any float dtype; a block returns the same shape and dtype.
         - `checkpoint`: wraps each block as `policies.checkpoint(block, prevent_cse=...)` does. None keeps
             whatever the backward pass wants, on the device.
+        - `per_layer`: arguments of blocks that differ from layer to layer, `[num_layers, ...]` each.
+        - `cache`: with this stack's arrays (see `init_cache`); goes through the blocks, which write into it.
         - `kwargs`: go to every block. What layers share (masks, rotary tables) is closed over by the scan:
             it is kept once, not once for each layer.
 
-        **Returns:** the last block's output, and the blocks' second results stacked over layers (None
-        where blocks give None).
+        **Returns:** the last block's output, the blocks' second results stacked over layers (None where
+        blocks give None), and the cache's arrays where a cache is given.
         """
         # Called on its own, a stack decides the names; inside a model they are given already.
         self = named(self)
 
-        def run(block: Any, x: Array, prevent_cse: bool) -> tuple[Array, PyTree]:
+        def run(x: Array, held: PyTree, block: Any, index: Any, own: Any, prevent_cse: bool) -> tuple[Any, ...]:
             if checkpoint is not None:
                 block = checkpoint(block, prevent_cse=prevent_cse)
-            return block(x, **kwargs)
+            if cache is None:
+                return *block(x, **kwargs, **own), None
+            handle = LayerCache(held, index, cache.start, cache.fresh)
+            x, result, handle = block(x, cache=handle, **kwargs, **own)
+            return x, result, handle.arrays
 
-        results = []
+        own = {} if per_layer is None else per_layer
+        indices = None if cache is None else jnp.arange(self.num_layers)
+        held, results, first = None if cache is None else cache.arrays, [], 0
         for segment, length in zip(self.segments, self.lengths, strict=True):
+            slices = jax.tree.map(lambda leaf, low=first, high=first + length: leaf[low:high], (indices, own))
+            first += length
             if self.scan and length > 1:
                 arrays, static = eqx.partition(segment, eqx.is_array)
+
+                def body(carry, layer, static=static):
+                    leaves, (index, own) = layer
+                    x, result, held = run(*carry, eqx.combine(leaves, static), index, own, False)
+                    return (x, held), result
+
                 # The loop itself keeps XLA from undoing rematerialisation, hence prevent_cse=False.
-                x, stacked = jax.lax.scan(lambda x, leaves: run(eqx.combine(leaves, static), x, False), x, arrays)
+                (x, held), stacked = jax.lax.scan(body, (x, held), (arrays, slices))
                 results.append(stacked)
                 continue
             for i in range(length):
-                x, result = run(jax.tree.map(lambda leaf: leaf[i], segment), x, True)
+                block, (index, mine) = jax.tree.map(lambda leaf: leaf[i], (segment, slices))
+                x, result, held = run(x, held, block, index, mine, True)
                 results.append(jax.tree.map(lambda leaf: leaf[None], result))
-        return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *results)
+        result = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *results)
+        return (x, result) if cache is None else (x, result, held)
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any) -> dict[str, Array]:
+        """Empty arrays for a cache of `capacity` slots, `[num_layers, batch, capacity, ...]` each."""
+        shapes = self.segments[0].cache_shapes(batch, capacity)
+        return {name: jnp.zeros((self.num_layers, *shape), dtype) for name, shape in shapes.items()}
 
 
 def resegment(stack: Stack, boundaries: Sequence[int]) -> Stack:

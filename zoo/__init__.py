@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .generation import generate as generate
     from .llama import Llama as Llama
     from .loop import Record as Record, TrainingDiverged as TrainingDiverged, train as train_loop  # noqa: F401
+    from .mixture import Mixture as Mixture
     from .moe_config import DeepSeekConfig as DeepSeekConfig, MoEConfig as MoEConfig
     from .optimizer import adamw as adamw, trainable as trainable, warmup_cosine as warmup_cosine
     from .registry import REGISTRY as REGISTRY
@@ -49,6 +50,7 @@ _ROOMS = {
     "Llama": "llama",
     "LlamaConfig": "config",
     "Metrics": "train",
+    "Mixture": "mixture",
     "MoEConfig": "moe_config",
     "PackedDataset": "data",
     "Parameters": "building",

@@ -14,13 +14,14 @@ from ..policies.placing import place
 from .config import Config, LlamaConfig
 from .deepseek import DeepSeek
 from .llama import Llama
+from .mixture import Mixture
 from .model import LanguageModel, check_boundaries, inner_boundaries
-from .moe_config import DeepSeekConfig
+from .moe_config import DeepSeekConfig, MoEConfig
 from .registry import find_config
 
 T = TypeVar("T")
 
-_FAMILIES: dict[type[Config], type[LanguageModel]] = {LlamaConfig: Llama, DeepSeekConfig: DeepSeek}
+_FAMILIES: dict[type[Config], type[LanguageModel]] = {LlamaConfig: Llama, MoEConfig: Mixture, DeepSeekConfig: DeepSeek}
 
 
 def _maker(name_or_config: str | Config, dtype: Any, segments: Sequence[int], scan: bool) -> Callable[..., Any]:

@@ -17,7 +17,8 @@ class Config:
 
     `rope_scaling` may be given as the mapping of a config file and is kept as a `RotaryScaling`.
     `eos_token_id` may be one id, several or none. Whole numbers are taken where files write them for floats.
-    `norm_downcast_first` is the order in which norms round (see `RMSNorm`).
+    `norm_downcast_first` is the order in which norms round (see `RMSNorm`), and `norm_placement` says whether
+    they stand before attention and MLP or, as in OLMo-2, behind them.
 
     `model_type` is what Hugging Face calls the architecture; it decides the names of weights in files.
     `extra` is what a config file says beside, such as `architectures`: it changes nothing here, doesn't
@@ -40,6 +41,7 @@ class Config:
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     norm_downcast_first: bool = True
+    norm_placement: Literal["before", "after"] = "before"
     bos_token_id: int | None = None
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
@@ -62,6 +64,8 @@ class Config:
         )
         if self.hidden_act != "silu":
             raise ValueError(f"{name}: hidden_act must be 'silu' (SwiGLU), got {self.hidden_act!r}")
+        if self.norm_placement not in ("before", "after"):
+            raise ValueError(f"{name}: norm_placement must be 'before' or 'after', got {self.norm_placement!r}")
         for field in ("initializer_range", "rms_norm_eps", "rope_theta"):
             value = number(f"{name}: {field}", getattr(self, field))
             if value <= 0:
@@ -76,6 +80,14 @@ class Config:
 
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)
+
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, None where a query sees all keys before it."""
+        return (None,) * self.num_hidden_layers
+
+    def rotates(self) -> tuple[bool, ...]:
+        """For each layer whether queries and keys are rotated."""
+        return (True,) * self.num_hidden_layers
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -93,7 +105,6 @@ class LlamaConfig(Config):
     `attention_output_bias`. The relatives of Llama differ in a few things:
 
     - `qk_norm`: `"head"` (Qwen3, GLM-4.5) or `"full"` (OLMo-2), see `Attention`.
-    - `norm_placement`: `"after"` for OLMo-2, whose norms stand behind attention and MLP.
     - `partial_rotary_factor`: the share of a head's features that are rotated (GLM-4.5: half).
     - `sliding_window`: a query sees its own key and this many less one before it, in the layers that
       `layer_types` calls `"sliding_attention"` and not in those called `"full_attention"`; in all layers
@@ -109,7 +120,6 @@ class LlamaConfig(Config):
     mlp_bias: bool = dataclasses.field(default=False, kw_only=True)
     attention_output_bias: bool | None = dataclasses.field(default=None, kw_only=True)
     qk_norm: Literal["head", "full"] | None = dataclasses.field(default=None, kw_only=True)
-    norm_placement: Literal["before", "after"] = dataclasses.field(default="before", kw_only=True)
     partial_rotary_factor: float | int = dataclasses.field(default=1.0, kw_only=True)
     sliding_window: int | None = dataclasses.field(default=None, kw_only=True)
     layer_types: Sequence[str] | None = dataclasses.field(default=None, kw_only=True)
@@ -136,8 +146,6 @@ class LlamaConfig(Config):
             self._set("attention_output_bias", self.attention_bias)
         if self.qk_norm not in (None, "head", "full"):
             raise ValueError(f"{name}: qk_norm must be None, 'head' or 'full', got {self.qk_norm!r}")
-        if self.norm_placement not in ("before", "after"):
-            raise ValueError(f"{name}: norm_placement must be 'before' or 'after', got {self.norm_placement!r}")
         self._check_layers(name)
         self._set("partial_rotary_factor", number(f"{name}: partial_rotary_factor", self.partial_rotary_factor))
         if not 0 < self.partial_rotary_factor <= 1:
@@ -179,11 +187,9 @@ class LlamaConfig(Config):
         return Rotary(dim, self.rope_theta, self.max_position_embeddings, self.rope_scaling)
 
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, None where a query sees all keys before it."""
         if self.layer_types is None:
             return (self.sliding_window,) * self.num_hidden_layers
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
     def rotates(self) -> tuple[bool, ...]:
-        """For each layer whether queries and keys are rotated."""
         return tuple(map(bool, self.no_rope_layers or (1,) * self.num_hidden_layers))

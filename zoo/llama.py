@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from ..layers.attention import Attention
 from ..layers.block import Block
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
-from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import Rotary
 from ..layers.stack import Stack
+from . import parts
 from .config import LlamaConfig
 from .model import LanguageModel, check_boundaries
 
@@ -54,24 +53,15 @@ class Llama(LanguageModel):
 
         def make_block(key: PRNGKeyArray) -> Block:
             attention_key, mlp_key = jax.random.split(key)
-            attention = Attention(
-                config.hidden_size,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                qkv_bias=config.attention_bias,
-                output_bias=config.attention_bias,
-                key=attention_key,
-                **options,
+            return parts.block(
+                config, parts.attention(config, dtype, attention_key), parts.mlp(config, dtype, mlp_key), dtype
             )
-            mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, key=mlp_key, **options)
-            return Block(attention, mlp, config.hidden_size, norm_eps=config.rms_norm_eps, dtype=dtype)
 
         self.embedding = Embedding(config.vocab_size, config.hidden_size, key=embedding_key, **options)
         self.layers = Stack.build(
             make_block, config.num_hidden_layers, boundaries=segments, scan=scan, key=layers_key
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = parts.norm(config, dtype)
         self.head = None
         if not config.tie_word_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, key=head_key, **options)

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ..layers.cache import Cache, LayerCache
 from ..layers.embedding import Embedding
-from ..layers.linear import Linear
+from ..layers.linear import Linear, check_sizes
 from ..layers.loss import cross_entropy
-from ..layers.mask import attention_mask
+from ..layers.mask import attention_mask, cache_mask
 from ..layers.moe import MoEStats
 from ..layers.norm import RMSNorm
 from ..layers.rotary import Rotary
@@ -98,6 +99,29 @@ class LanguageModel(eqx.Module):
         """What logits are a product with: the head's weight, or the embedding's where they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
+    @property
+    def window(self) -> int | None:
+        """The sliding window of attention, where all layers have the same."""
+        windows = set(self.config.windows())
+        return windows.pop() if len(windows) == 1 else None
+
+    def layer_inputs(self) -> dict[str, dict[str, Array]]:
+        """By stack, the arguments of blocks that differ from layer to layer, `[num_layers]` each.
+
+        They are `window` and `rotates`, each only in models whose layers differ in it.
+        """
+        windows, rotates = self.config.windows(), self.config.rotates()
+        inputs = {}
+        if len(set(windows)) > 1:
+            everything = np.iinfo(np.int32).max
+            inputs["window"] = np.asarray([everything if w is None else w for w in windows], np.int32)
+        if not all(rotates):
+            inputs["rotates"] = np.asarray(rotates)
+        return {
+            name: {key: jnp.asarray(x[stack.start : stack.start + stack.num_layers]) for key, x in inputs.items()}
+            for name, stack in self.stacks().items()
+        }
+
     def shared_inputs(
         self,
         tokens: Int[Array, "batch sequence"],
@@ -111,9 +135,21 @@ class LanguageModel(eqx.Module):
         return {
             "tables": self.rotary.tables(positions, self.embedding.weight.dtype),
             "rotary": self.rotary,
-            "mask": attention_mask(tokens.shape[1], segment_ids=segment_ids, mask=mask),
+            "mask": attention_mask(tokens.shape[1], segment_ids=segment_ids, mask=mask, window=self.window),
             "token_mask": mask,
         }
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any = None) -> Cache:
+        """An empty cache for `batch` rows of up to `capacity` tokens, padding included.
+
+        `dtype` is that of the parameters by default. Grouped-query attention keeps
+        `2 * num_key_value_heads * head_dim` numbers a token and layer, latent attention
+        `kv_lora_rank + qk_rope_head_dim`. Raises ValueError when a size is not a positive integer.
+        """
+        check_sizes("init_cache", batch=batch, capacity=capacity)
+        dtype = self.embedding.weight.dtype if dtype is None else dtype
+        arrays = {name: stack.init_cache(batch, capacity, dtype) for name, stack in self.stacks().items()}
+        return Cache(arrays, jnp.zeros((batch, capacity), bool), jnp.zeros((), jnp.int32))
 
     def hidden(
         self,
@@ -122,22 +158,60 @@ class LanguageModel(eqx.Module):
         positions: Int[Array, "#batch sequence"] | None = None,
         segment_ids: Int[Array, "batch sequence"] | None = None,
         mask: Bool[Array, "batch sequence"] | None = None,
+        cache: Cache | None = None,
         checkpoint: Checkpoint | None = None,
-    ) -> tuple[Float[Array, "batch sequence features"], dict[str, MoEStats]]:
-        """The states after the final norm, which the head reads, and the experts' statistics by stack.
+    ) -> tuple[Float[Array, "batch sequence features"], dict[str, MoEStats]] | tuple[
+        Float[Array, "batch sequence features"], dict[str, MoEStats], Cache
+    ]:
+        """The states after the final norm, which the head reads, and the experts' statistics by stack; with
+        a `cache` that too.
 
         Arguments as for the model's call.
         """
         check_inputs(tokens, positions, segment_ids, mask)
         self = named(self)
+        per_layer, stats = self.layer_inputs(), {}
+        if cache is not None:
+            return self._cached(tokens, positions, segment_ids, mask, cache, checkpoint)
         shared = self.shared_inputs(tokens, positions, segment_ids, mask)
         x = self.embedding(tokens)
-        stats = {}
         for name, stack in self.stacks().items():
-            x, result = stack(x, checkpoint=checkpoint, **shared)
+            x, result = stack(x, checkpoint=checkpoint, per_layer=per_layer.get(name), **shared)
             if result is not None:
                 stats[name] = result
         return self.norm(x), stats
+
+    def _cached(
+        self, tokens: Any, positions: Any, segment_ids: Any, mask: Any, cache: Cache, checkpoint: Any
+    ) -> tuple[Any, Any, Cache]:
+        if segment_ids is not None or checkpoint is not None:
+            raise ValueError("a cache is for generating: it goes with neither segment_ids nor checkpoint")
+        batch, length = tokens.shape
+        cache.check(batch, length)
+        start, fresh = cache.length, cache.fresh
+        # There is no error to raise in a compiled program: what doesn't fit must not pass for an answer.
+        overflow = cache.overflows(length)
+        real = jnp.ones(tokens.shape, bool) if mask is None else mask
+        cache, own_positions = cache.admit(real)
+        positions = jnp.broadcast_to(own_positions if positions is None else positions, tokens.shape)
+        # Row by row: scaling that depends on the length must not depend on what else is in the batch.
+        tables = jax.vmap(lambda row: self.rotary.tables(row[None], self.embedding.weight.dtype))(positions)
+        shared = {
+            "tables": jax.tree.map(lambda table: table[:, 0], tables),
+            "rotary": self.rotary,
+            "mask": attention_mask(length, mask=real, window=self.window)
+            if fresh
+            else cache_mask(cache.valid, start, length, window=self.window),
+            "token_mask": mask,
+        }
+        per_layer, stats, arrays = self.layer_inputs(), {}, {}
+        x = jnp.where(overflow, jnp.nan, self.embedding(tokens))
+        for name, stack in self.stacks().items():
+            handle = LayerCache(cache.arrays[name], jnp.zeros((), jnp.int32), start, fresh)
+            x, result, arrays[name] = stack(x, cache=handle, per_layer=per_layer.get(name), **shared)
+            if result is not None:
+                stats[name] = result
+        return self.norm(x), stats, Cache(arrays, cache.valid, cache.length, fresh=False)
 
     @jax.named_scope("language_model")
     def __call__(
@@ -147,25 +221,36 @@ class LanguageModel(eqx.Module):
         positions: Int[Array, "#batch sequence"] | None = None,
         segment_ids: Int[Array, "batch sequence"] | None = None,
         mask: Bool[Array, "batch sequence"] | None = None,
+        cache: Cache | None = None,
         checkpoint: Checkpoint | None = None,
-    ) -> Float[Array, "batch sequence vocabulary"]:
+    ) -> Float[Array, "batch sequence vocabulary"] | tuple[Float[Array, "batch sequence vocabulary"], Cache]:
         """Logits in the dtype of the parameters: position i scores the token that follows `tokens[:, i]`.
+
+        With a `cache` also the cache, with these tokens in it.
 
         **Arguments:**
 
         - `tokens`: ids below `vocab_size` (`layers.embedding.check_tokens` looks, on the host).
-        - `positions`: of each token, in its row or, with one row, in all of them. By default 0, 1, 2, ...
+        - `positions`: of each token, in its row or, with one row, in all of them. By default 0, 1, 2, ...;
+            with a cache they go on from the real tokens that it holds.
         - `segment_ids`: equal for tokens of one document; documents packed into a row don't see each other.
         - `mask`: True at real tokens. The others are seen by nobody and go to no expert; what comes out at
             their positions means nothing, but is finite.
+        - `cache`: from `init_cache`, or from the call before, whose tokens these follow. Tokens that don't
+            fit raise ValueError where the cache's length is known, and give NaN inside `jax.jit`.
         - `checkpoint`: how blocks are rematerialised, `policies.checkpoint` to do as they are annotated.
 
         Raises ValueError on wrong shapes and dtypes.
         """
-        x, _ = self.hidden(
-            tokens, positions=positions, segment_ids=segment_ids, mask=mask, checkpoint=checkpoint
-        )
-        return self.embedding.attend(x) if self.head is None else self.head(x)
+        inputs = {"positions": positions, "segment_ids": segment_ids, "mask": mask, "checkpoint": checkpoint}
+        if cache is None:
+            return self.logits(self.hidden(tokens, **inputs)[0])
+        states, _, cache = self.hidden(tokens, cache=cache, **inputs)
+        return self.logits(states), cache
+
+    def logits(self, states: Float[Array, "*axes features"]) -> Float[Array, "*axes vocabulary"]:
+        """The head's product with `states` from `hidden`, in their dtype."""
+        return self.embedding.attend(states) if self.head is None else self.head(states)
 
     def losses(self, batch: Any, *, mtp: bool = True, checkpoint: Checkpoint | None = None) -> Losses:
         """The parts of the training loss on a batch (see `Losses`). Full logits are never held.

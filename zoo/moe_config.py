@@ -31,6 +31,7 @@ class _Experts:
     router_bias: bool = False
     expert_bias: bool = False
     swiglu_limit: float | int | None = None
+    swiglu_alpha: float | int = 1.702
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,6 +60,7 @@ class _Experts:
             raise ValueError(
                 f"{name}: moe_layer_freq must be 1, as in every released model, got {self.moe_layer_freq!r}"
             )
+        self._set("swiglu_alpha", number(f"{name}: swiglu_alpha", self.swiglu_alpha))
         if self.swiglu_limit is not None:
             self._set("swiglu_limit", number(f"{name}: swiglu_limit", self.swiglu_limit))
             if self.swiglu_limit <= 0:
@@ -113,8 +115,8 @@ class MoEConfig(_Experts, LlamaConfig):
 
     The fields of attention are those of `LlamaConfig`, those of the experts mean what they do in
     `DeepSeekConfig`. Beside these, all for gpt-oss: `router_bias` (a trained one, on the logits),
-    `expert_bias` (on all projections of the experts) and `swiglu_limit` (the bound of its clipped activation,
-    see `Experts`).
+    `expert_bias` (on all projections of the experts), and `swiglu_limit` and `swiglu_alpha` (of its clipped
+    activation, see `Experts`).
 
     Raises ValueError, naming the field, for sizes that don't divide and combinations that no released model has.
     """

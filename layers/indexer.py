@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
-from .linear import Linear, check_input, check_sizes
+from .linear import Linear, Untrained, check_input, check_sizes
 from .rotary import Rotary, Tables
 
 
@@ -35,13 +35,13 @@ class LayerNorm(eqx.Module):
         return (normed * self.weight.astype(jnp.float32) + self.bias.astype(jnp.float32)).astype(x.dtype)
 
 
-class Indexer(eqx.Module):
+class Indexer(Untrained):
     """Picks the `top_k` keys for each query by `sum_h weight_h relu(query_h . key)`, one key for all heads.
 
     Queries come from the latent of MLA's queries, keys and the heads' weights from the layer's input. The first
-    features of both are rotated, in half-split order whatever order MLA's own are in. Nothing here gets a
-    gradient: a choice has none, as in Hugging Face's `DeepseekV32Indexer`. The Hadamard rotation and the float8
-    rounding of DeepSeek's own kernel are left out: the one changes no score, the other only precision.
+    features of both are rotated, in half-split order whatever order MLA's own are in. A choice has no gradient, so
+    nothing here is trained with the model, as in Hugging Face's `DeepseekV32Indexer`. The Hadamard rotation and
+    the float8 rounding of DeepSeek's own kernel are left out: the one changes no score, the other only precision.
 
     Activation: `selected`, `[batch, sequence, top_k]` int32, the keys' indices.
     """

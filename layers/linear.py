@@ -8,18 +8,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 
-class Buffer(eqx.Module):
-    """An array that belongs to the model's state and is not trained: no gradient, optimizer or decay sees it.
+class Untrained(eqx.Module):
+    """A module whose arrays belong to the model's state and are not trained.
 
-    Every array leaf of a model is a parameter unless it sits in a Buffer.
+    No gradient, optimizer or decay sees them.
+
+    Every array leaf of a model is a parameter unless it sits in such a module.
     """
+
+
+class Buffer(Untrained):
+    """One array that is not trained, such as a router's selection bias."""
 
     value: Array
 
 
 def is_buffer(node: Any) -> bool:
-    """Whether `node` is a Buffer: the `is_leaf` that keeps untrained arrays apart from parameters."""
-    return isinstance(node, Buffer)
+    """Whether `node` is `Untrained`: the `is_leaf` that keeps untrained arrays apart from parameters."""
+    return isinstance(node, Untrained)
 
 
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float, dtype: Any) -> Array:

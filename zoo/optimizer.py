@@ -13,8 +13,8 @@ from ..policies.activation import path_string
 
 T = TypeVar("T")
 
-# The last part of the path of arrays that weight decay leaves alone: norm scales, and biases of any layer.
-_NOT_DECAYED = {"scale", "bias"}
+# How the path of arrays ends that weight decay leaves alone: norm scales, biases of any layer, attention's sinks.
+_NOT_DECAYED = ("scale", "bias", "sinks")
 
 
 def _is_array(leaf: Any) -> bool:
@@ -24,7 +24,8 @@ def _is_array(leaf: Any) -> bool:
 def trainable(model: T) -> tuple[T, T]:
     """`(parameters, rest)`: `model` twice, with None for what is in the other one; `eqx.combine` joins them.
 
-    Every array is a parameter, unless it sits in a `Buffer` (a router's selection bias). Abstract models work too.
+    Every array is a parameter, unless it sits in an `Untrained` module: a `Buffer` (a router's selection bias), an
+    `Indexer`. Abstract models work too.
     Raises ValueError, naming it, for an array that can't be trained: one of integers outside a Buffer.
     """
     wanted = jax.tree.map(
@@ -51,13 +52,13 @@ def decayed(parameters: PyTree) -> PyTree:
     """Which parameters weight decay applies to, as booleans in the shape of `parameters`: optax's `mask`.
 
     Decided by name, since in a scanned stack a norm's scale has as many axes as an unstacked weight: everything
-    but the scales of norms and the biases. Embeddings and routers' weights are decayed like other matrices, as
-    in GPT-3 and DeepSeek-V3. A router's selection bias is a Buffer and never gets here.
+    but the scales of norms, the biases and the sinks. Embeddings and routers' weights are decayed like other
+    matrices, as in GPT-3 and DeepSeek-V3. A router's selection bias is a Buffer and never gets here.
     """
 
     def decide(path: tuple, leaf: Any) -> bool:
         parts = path_string(path).split(".")
-        return parts[-1] not in _NOT_DECAYED and not any(part.endswith("norm") for part in parts)
+        return not parts[-1].endswith(_NOT_DECAYED) and not any(part.endswith("norm") for part in parts)
 
     return jax.tree_util.tree_map_with_path(decide, parameters)
 

@@ -1,6 +1,7 @@
 # make demo   trains a small DeepSeek-shaped model with its activations placed on the host
 # make test   runs the tests
-# Both make their own virtual environment first and do nothing twice. PYTHON=python3.13 picks another interpreter.
+# make parity compares every family of models with transformers (needs PyTorch, which it installs)
+# All make their own virtual environment first and do nothing twice. PYTHON=python3.13 picks another interpreter.
 
 PYTHON ?= python3
 VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 # One directory a run, so that neither a second demo nor an old result stands in the way.
 OUT ?= runs/$(shell date +%Y-%m-%d-%H%M%S)
 
-.PHONY: demo test clean
+.PHONY: demo test parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-train
@@ -16,6 +17,9 @@ demo: $(VENV)/.installed-train
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+parity: $(VENV)/.installed-parity
+	OVERSPILL_PARITY=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/parity $(ARGS)
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

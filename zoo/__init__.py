@@ -23,12 +23,14 @@ if TYPE_CHECKING:
         load_corpus as load_corpus,
     )
     from .deepseek import DeepSeek as DeepSeek
-    from .generation import generate as generate
+    from .generation import generate as generate, stream as stream
+    from .hf_config import from_config as from_config
     from .llama import Llama as Llama
     from .loop import Record as Record, TrainingDiverged as TrainingDiverged, train as train_loop  # noqa: F401
     from .mixture import Mixture as Mixture
     from .moe_config import DeepSeekConfig as DeepSeekConfig, MoEConfig as MoEConfig
     from .optimizer import adamw as adamw, trainable as trainable, warmup_cosine as warmup_cosine
+    from .pretrained import load as load, save as save
     from .registry import REGISTRY as REGISTRY
     from .train import (
         Metrics as Metrics,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
         init_state as init_state,
         make_train_step as make_train_step,
     )
+    from .tokenizer import Tokenizer as Tokenizer, load_tokenizer as load_tokenizer
 
 # Public name: the room it is in, and its name there where that differs. Loaded on first use.
 _ROOMS = {
@@ -58,19 +61,25 @@ _ROOMS = {
     "RecompilationWarning": "compiled",
     "Record": "loop",
     "Step": "train",
+    "Tokenizer": "tokenizer",
     "TrainState": "train",
     "TrainingDiverged": "loop",
     "abstract": "building",
     "adamw": "optimizer",
     "build": "building",
+    "from_config": "hf_config",
     "generate": "generation",
     "init_state": "train",
+    "load": "pretrained",
     "load_corpus": "data",
+    "load_tokenizer": "tokenizer",
     "make_train_step": "train",
     "parameters": "building",
     "resegment": "building",
     "restore_state": "checkpoint_io:restore",
+    "save": "pretrained",
     "save_state": "checkpoint_io:save",
+    "stream": "generation",
     "train_loop": "loop:train",
     "trainable": "optimizer",
     "warmup_cosine": "optimizer",

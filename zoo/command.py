@@ -1,4 +1,4 @@
-"""The command line: `overspill train`, `overspill models`."""
+"""The command line: `overspill train`, `overspill generate`, `overspill models`."""
 
 import contextlib
 import pathlib
@@ -121,6 +121,76 @@ def train(
             )
         )
         code = run(console)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="A folder of config.json and safetensors files, or a name on the Hub: org/name.")
+    ],
+    prompt: Annotated[str, typer.Argument(help="What the text continues; - reads it from the standard input.")],
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="How many tokens to make at most. By default 256, or fewer where the model has no room."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0, the default, takes the most probable token; above, tokens are drawn.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many most probable tokens only.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the most probable tokens that have this probability together.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Draw from tokens at least this many times as probable as the best one.")
+    ] = None,
+    model_defaults: Annotated[
+        bool, typer.Option("--model-defaults", help="Begin with what the model's generation_config.json recommends.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="What to compute in: stored (as in the files), float32 or bfloat16.")
+    ] = "stored",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message, to be put into the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: a system message before it.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End before this text. May be repeated. Where the model ends by itself, it ends anyhow."),
+    ] = None,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="Prompt and output are token ids: for models without a tokenizer.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the text, and errors.")] = False,
+) -> None:
+    """Continue a text with a pretrained model, or answer a message.
+
+    The new text goes to the standard output as it is made, everything else to the standard error. Ctrl-C ends it.
+    """
+    from .speaking import Options, prepare
+
+    with _plain_errors():
+        speech = prepare(
+            Options(
+                model=model,
+                prompt=prompt,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                model_defaults=model_defaults,
+                seed=seed,
+                dtype=dtype,
+                chat=chat,
+                system=system,
+                stop=tuple(stop or ()),
+                ids=ids,
+            )
+        )
+        code = speech(Console(stderr=True, highlight=False, quiet=quiet))
     if code:
         raise typer.Exit(code)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .mixture import Mixture as Mixture
     from .moe_config import DeepSeekConfig as DeepSeekConfig, MoEConfig as MoEConfig
     from .optimizer import adamw as adamw, trainable as trainable, warmup_cosine as warmup_cosine
-    from .pretrained import load as load, save as save
+    from .pretrained import WeightMismatch as WeightMismatch, load as load, save as save
     from .registry import REGISTRY as REGISTRY
     from .train import (
         Metrics as Metrics,
@@ -64,6 +64,7 @@ _ROOMS = {
     "Tokenizer": "tokenizer",
     "TrainState": "train",
     "TrainingDiverged": "loop",
+    "WeightMismatch": "pretrained",
     "abstract": "building",
     "adamw": "optimizer",
     "build": "building",

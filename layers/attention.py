@@ -38,7 +38,12 @@ def dot_product_attention(
     q = rearrange(query, "b s (k g) d -> b k g s d", k=kv_heads)
     k = rearrange(key, "b t k d -> b k t d")
     v = rearrange(value, "b t k d -> b k t d")
-    scores = jnp.einsum("bkgsd,bktd->bkgst", q, k, preferred_element_type=jnp.float32) * scale
+    if query.shape[1] == 1:
+        # Keys first: XLA turns the second operand around on CPU, and there are many keys to one query.
+        scores = jnp.einsum("bktd,bkgsd->bktgs", k, q, preferred_element_type=jnp.float32) * scale
+        scores = rearrange(scores, "b k t g s -> b k g s t")
+    else:
+        scores = jnp.einsum("bkgsd,bktd->bkgst", q, k, preferred_element_type=jnp.float32) * scale
     # The lowest finite number, not -inf: a row without keys then has finite probabilities and gradients.
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if sinks is None:
@@ -141,7 +146,8 @@ class Attention(eqx.Module):
 
     def cache_shapes(self, batch: int, capacity: int) -> dict[str, tuple[int, ...]]:
         """What a `LayerCache` holds for this layer: rotated keys, and values."""
-        shape = (batch, capacity, self.num_kv_heads, self.head_dim)
+        # Heads first, as the products read them: to turn a whole cache around takes longer than to read it.
+        shape = (batch, self.num_kv_heads, capacity, self.head_dim)
         return {"key": shape, "value": shape}
 
     @jax.named_scope("attention")
@@ -176,9 +182,11 @@ class Attention(eqx.Module):
         value = self.value(self._heads(x, self.value_projection, None))
         start = 0
         if cache is not None:
-            cache, kept = cache.update(key=key, value=value)
+            turn = "b s h d -> b h s d"
+            cache, kept = cache.update(key=rearrange(key, turn), value=rearrange(value, turn))
             if not cache.fresh:
-                key, value, start = kept["key"].astype(x.dtype), kept["value"].astype(x.dtype), cache.start
+                key, value = (rearrange(kept[name].astype(x.dtype), "b h s d -> b s h d") for name in ("key", "value"))
+                start = cache.start
         if window is not None:
             mask = within(mask, window, start)
         context = self.context(dot_product_attention(query, key, value, mask, self.head_dim**-0.5, self.sinks))

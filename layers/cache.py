@@ -1,5 +1,8 @@
 """What attention keeps of the tokens before: filled by a prompt, then read and added to token by token."""
 
+import dataclasses
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,11 +10,20 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 
+def stored_dtype(dtype: Any) -> Any:
+    """How a cache keeps numbers of this dtype: as they are, but on CPU those of 16 bits or less as whole numbers.
+
+    There XLA writes a token into a bfloat16 array by way of a float32 copy of the array, whole cache and all.
+    """
+    size = jnp.dtype(dtype).itemsize
+    return jnp.dtype(f"uint{8 * size}") if size < 4 and jax.default_backend() == "cpu" else jnp.dtype(dtype)
+
+
 class LayerCache(eqx.Module):
     """One layer's part of a stack's cache, handed from layer to layer while the stack runs.
 
-    `arrays` are those of the whole stack, `[layers, batch, capacity, ...]`: a layer writes into them in place
-    and reads its own slice, so that nothing but the new entries is copied.
+    `arrays` are those of the whole stack, `[layers, batch, ..., capacity, features]`: a layer writes into them in
+    place and reads its own slice, so that nothing but the new entries is copied.
     """
 
     arrays: dict[str, Array]
@@ -19,18 +31,22 @@ class LayerCache(eqx.Module):
     start: Int[Array, ""]  # the slot of the first new token
     # Nothing was there before: attention can stay among the new tokens.
     fresh: bool = eqx.field(static=True)
+    # Of the numbers, however they are kept.
+    dtype: Any = eqx.field(static=True)
 
     def update(self, **new: Array) -> tuple["LayerCache", dict[str, Array]]:
-        """The cache with `new` entries `[batch, new tokens, ...]` in it, and this layer's `[batch, capacity, ...]`.
-
-        Entries are cast to the cache's dtype.
+        """The cache with `new` entries `[batch, ..., new tokens, features]` in it, and all of this layer's,
+        `[batch, ..., capacity, features]` in the cache's dtype.
         """
-        arrays = dict(self.arrays)
+        arrays, mine = dict(self.arrays), {}
         for name, entry in new.items():
-            at = (self.layer, 0, self.start, *(0,) * (entry.ndim - 2))
-            arrays[name] = lax.dynamic_update_slice(arrays[name], entry[None].astype(arrays[name].dtype), at)
-        mine = {name: lax.dynamic_index_in_dim(arrays[name], self.layer, keepdims=False) for name in new}
-        return LayerCache(arrays, self.layer, self.start, self.fresh), mine
+            kept = arrays[name].dtype
+            bits = lax.bitcast_convert_type(entry.astype(self.dtype), kept)
+            at = (self.layer, *(0,) * (entry.ndim - 2), self.start, 0)
+            arrays[name] = lax.dynamic_update_slice(arrays[name], bits[None], at)
+            own = lax.dynamic_index_in_dim(arrays[name], self.layer, keepdims=False)
+            mine[name] = lax.bitcast_convert_type(own, self.dtype)
+        return dataclasses.replace(self, arrays=arrays), mine
 
 
 class Cache(eqx.Module):
@@ -44,6 +60,7 @@ class Cache(eqx.Module):
     arrays: dict[str, dict[str, Array]]  # by stack, then by the attention layer's own names
     valid: Bool[Array, "batch capacity"]  # which slots hold a real token
     length: Int[Array, ""]  # how many slots are filled
+    dtype: Any = eqx.field(static=True)  # of the numbers in `arrays`, which may be kept as whole ones of that size
     fresh: bool = eqx.field(static=True, default=True)
 
     @property
@@ -74,4 +91,5 @@ class Cache(eqx.Module):
         before = jnp.sum(self.valid, axis=1, dtype=jnp.int32)
         positions = jnp.maximum(before[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
         valid = lax.dynamic_update_slice(self.valid, mask, (0, self.length))
-        return Cache(self.arrays, valid, self.length + mask.shape[1], False), positions
+        length = self.length + mask.shape[1]
+        return dataclasses.replace(self, valid=valid, length=length, fresh=False), positions

@@ -15,6 +15,8 @@ from .linear import check_sizes, normal
 # Rows that one step of the CPU's loops multiplies: as many steps of the first size as fit in a group, the
 # rest in steps of the last. Wide steps run near the speed of a plain matmul, narrow ones waste few rows.
 WINDOWS = (256, 64)
+# Where the mean group is smaller than that, as in generation, steps are of its size, but no narrower than this.
+NARROWEST = 8
 
 
 class Assignment(eqx.Module):
@@ -123,8 +125,8 @@ def grouped_matmul(
     any gradient, whatever they hold, and the gradient of an expert without rows is exactly zero.
 
     Computed in the dtype of `x`, which the result has; gradients of `weight` are summed in float32. On
-    CPU this loops over windows of rows and needs no memory beyond its result. Elsewhere it is
-    `jax.lax.ragged_dot`.
+    CPU this loops over windows of rows and needs no memory beyond its result; fewer rows than experts are
+    each multiplied with a copy of their expert's matrix. Elsewhere it is `jax.lax.ragged_dot`.
     """
     return _rows_times_experts(x, weight, group_sizes, transpose=False)
 
@@ -168,9 +170,11 @@ def _rows_times_rows(left, right, group_sizes):
     )
 
 
-def _window_sizes(rows: int) -> tuple[int, ...]:
+def _window_sizes(rows: int, experts: int) -> tuple[int, ...]:
+    wide, narrow = WINDOWS
+    mean = 1 << (-(-rows // experts) - 1).bit_length()
     # A window can't be longer than the array it slices.
-    return tuple(dict.fromkeys(min(window, rows) for window in WINDOWS))
+    return tuple(dict.fromkeys(min(window, rows) for window in (wide, min(narrow, max(mean, NARROWEST)))))
 
 
 def _window(start, end, size: int, rows: int):
@@ -181,7 +185,9 @@ def _window(start, end, size: int, rows: int):
 
 
 def _rows_times_experts_windows(x, weight, group_sizes, *, transpose: bool):
-    rows, sizes = x.shape[0], _window_sizes(x.shape[0])
+    if x.shape[0] <= weight.shape[0]:
+        return _rows_times_experts_copies(x, weight, group_sizes, transpose=transpose)
+    rows, sizes = x.shape[0], _window_sizes(x.shape[0], weight.shape[0])
     group_sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
@@ -211,8 +217,18 @@ def _rows_times_experts_windows(x, weight, group_sizes, *, transpose: bool):
     return out
 
 
+def _rows_times_experts_copies(x, weight, group_sizes, *, transpose: bool):
+    # In a scan over layers this reads the experts that have rows. A loop would have all of the layer's copied first.
+    ends = jnp.cumsum(group_sizes.astype(jnp.int32))
+    expert = jnp.sum(ends <= jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    own = jnp.take(weight, expert, axis=0, mode="clip").astype(x.dtype)
+    contract = (((1,), (1 if transpose else 2,)), ((0,), (0,)))
+    product = lax.dot_general(x, own, contract, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.where((expert < weight.shape[0])[:, None], product, 0)
+
+
 def _rows_times_rows_windows(left, right, group_sizes):
-    rows, sizes = left.shape[0], _window_sizes(left.shape[0])
+    rows, sizes = left.shape[0], _window_sizes(left.shape[0], group_sizes.shape[0])
     group_sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(group_sizes)
     # Only experts that have rows are visited.

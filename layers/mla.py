@@ -221,6 +221,7 @@ class MLA(eqx.Module):
         weight = rearrange(self.kv_up.weight.astype(query.dtype), "(h d) c -> h d c", h=self.num_heads)
         query = jnp.einsum("bshd,hdc->bshc", query, weight[:, : self.qk_nope_head_dim])
         query = jnp.concatenate([query, rotated_query], axis=-1)
-        key, value = latent[:, :, None], latent[:, :, None, : self.kv_lora_rank]
-        context = dot_product_attention(query, key, value, mask, self.scale(rotary))
+        # The rotated key takes part as a value and is dropped: cheaper than a copy of the latents without it.
+        context = dot_product_attention(query, latent[:, :, None], latent[:, :, None], mask, self.scale(rotary))
+        context = context[..., : self.kv_lora_rank]
         return jnp.einsum("bshc,hdc->bshd", context, weight[:, self.qk_nope_head_dim :])

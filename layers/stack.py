@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..policies.activation import named
-from .cache import LayerCache
+from .cache import LayerCache, stored_dtype
 
 
 def _edges(boundaries: Sequence[int], start: int, num_layers: int) -> list[int]:
@@ -133,7 +133,7 @@ class Stack(eqx.Module):
                 block = checkpoint(block, prevent_cse=prevent_cse)
             if cache is None:
                 return *block(x, **kwargs, **own), None
-            handle = LayerCache(held, index, cache.start, cache.fresh)
+            handle = LayerCache(held, index, cache.start, cache.fresh, cache.dtype)
             x, result, handle = block(x, cache=handle, **kwargs, **own)
             return x, result, handle.arrays
 
@@ -163,9 +163,9 @@ class Stack(eqx.Module):
         return (x, result) if cache is None else (x, result, held)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any) -> dict[str, Array]:
-        """Empty arrays for a cache of `capacity` slots, `[num_layers, batch, capacity, ...]` each."""
+        """Empty arrays for a cache of `capacity` slots, `[num_layers, batch, ..., capacity, features]` each."""
         shapes = self.segments[0].cache_shapes(batch, capacity)
-        return {name: jnp.zeros((self.num_layers, *shape), dtype) for name, shape in shapes.items()}
+        return {name: jnp.zeros((self.num_layers, *shape), stored_dtype(dtype)) for name, shape in shapes.items()}
 
 
 def resegment(stack: Stack, boundaries: Sequence[int]) -> Stack:

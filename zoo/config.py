@@ -180,6 +180,13 @@ class LlamaConfig(Config):
             raise ValueError(f"{name}: layer_types has 'sliding_attention', so sliding_window must be given")
         if wrong := [flag for flag in self.no_rope_layers or () if flag not in (0, 1)]:
             raise ValueError(f"{name}: no_rope_layers is made of 1 (rotated) and 0 (not), got {wrong[0]!r}")
+        # One way to say each thing, so that configs that mean the same are equal.
+        if len(kinds := set(self.layer_types or ())) == 1:
+            self._set("layer_types", None)
+            if kinds == {"full_attention"}:
+                self._set("sliding_window", None)
+        if self.no_rope_layers is not None:
+            self._set("no_rope_layers", tuple(map(int, self.no_rope_layers)) if 0 in self.no_rope_layers else None)
 
     def rotary(self) -> Rotary:
         """The rotary embedding that all layers share."""

@@ -1,100 +1,204 @@
-"""Sampling text from a model."""
+"""Text from a model: the prompt is read once, then one token after the other with a cache of keys and values."""
 
-from typing import Any
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ..layers.cache import Cache
+from .prompts import Controls, Request, request
+from .sampling import choose
+
+# What stands in place of a token where logits were no numbers.
+_FAILED = -1
 
 
-def _choose(
-    logits: Float[Array, "batch vocab"], temperature: Array, top_k: int | None, key: PRNGKeyArray
-) -> Int[Array, " batch"]:
-    best = jnp.argmax(logits, axis=-1)
-    if top_k is not None:
-        lowest = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < lowest, -jnp.inf, logits)
-    sampled = jax.random.categorical(key, logits / jnp.where(temperature > 0, temperature, 1.0))
-    return jnp.where(temperature > 0, sampled, best).astype(jnp.int32)
+class _Rows(NamedTuple):
+    """Where each row is."""
+
+    token: Int[Array, " batch"]  # the last one chosen
+    done: Bool[Array, " batch"]
+    index: Int[Array, ""]  # of that token among the new ones
 
 
-@eqx.filter_jit
-def _generate(
+@functools.partial(jax.jit, static_argnames="capacity")
+def _prefill(
     model: Any,
-    buffer: Int[Array, "batch length"],
-    start: Array,
-    temperature: Array,
-    key: PRNGKeyArray,
-    top_k: int | None,
-    allowed: int,
-) -> Int[Array, "batch length"]:
-    batch, length = buffer.shape
+    tokens: Int[Array, "batch prompt"],
+    mask: Bool[Array, "batch prompt"],
+    controls: Controls,
+    capacity: int,
+) -> tuple[Cache, _Rows]:
+    """Reads the prompt and chooses the first token."""
+    batch = tokens.shape[0]
+    states, _, cache = model.hidden(tokens, mask=mask, cache=model.init_cache(batch, capacity))
+    before = _Rows(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), jnp.int32(-1))
+    return cache, _next(model, states[:, -1], before, controls)
+
+
+def _decode(model: Any, cache: Cache, rows: _Rows, controls: Controls) -> tuple[Cache, _Rows]:
+    # Rows that are done go on for the others' sake; as padding, they cost no expert and take no position.
+    tokens = jnp.where(rows.done, 0, rows.token)[:, None]
+    states, _, cache = model.hidden(tokens, mask=~rows.done[:, None], cache=cache)
+    return cache, _next(model, states[:, -1], rows, controls)
+
+
+@jax.named_scope("next_token")
+def _next(model: Any, states: Float[Array, "batch features"], rows: _Rows, controls: Controls) -> _Rows:
     head = model.head_weight
+    # Products of 16-bit numbers, but their sums in float32: rounded logits would often tie.
+    logits = lax.dot_general(
+        states, head.astype(states.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    possible = jnp.arange(head.shape[0]) < controls.allowed
+    sound = jnp.all(jnp.isfinite(logits) | ~possible, axis=-1)
+    index = rows.index + 1
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, index))(controls.keys)
+    token = choose(jnp.where(possible, logits, -jnp.inf), controls.sampler, keys)
+    pad = jnp.where(controls.pad_id < 0, rows.token, controls.pad_id)
+    token = jnp.where(rows.done, pad, jnp.where(sound, token, _FAILED))
+    done = rows.done | jnp.any(token[:, None] == controls.stop_ids, axis=-1)
+    return _Rows(token, done, index)
 
-    def step(index: Array, buffer: Array) -> Array:
-        # What lies beyond `index` is not there yet: neither attention nor routing may see it.
-        mask = jnp.broadcast_to(jnp.arange(length) < index, (batch, length))
-        states, _ = model.hidden(buffer, mask=mask)
-        last = jax.lax.dynamic_index_in_dim(states, index - 1, axis=1, keepdims=False)
-        logits = jnp.einsum("bd,vd->bv", last.astype(jnp.float32), head.astype(jnp.float32))
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < allowed, logits, -jnp.inf)
-        token = _choose(logits, temperature, top_k, jax.random.fold_in(key, index))
-        return jax.lax.dynamic_update_slice_in_dim(buffer, token[:, None], index, axis=1)
 
-    return jax.lax.fori_loop(start, length, step, buffer)
+_step = jax.jit(_decode, donate_argnames="cache")
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _rest(
+    model: Any, cache: Cache, rows: _Rows, controls: Controls, limit: Int[Array, ""]
+) -> tuple[Int[Array, "batch capacity"], Cache]:
+    """The tokens of all rows until there are `limit` or all are done, and padding after them."""
+
+    def unfinished(carry: tuple[Cache, _Rows, Array]) -> Array:
+        rows = carry[1]
+        return (rows.index + 1 < limit) & ~jnp.all(rows.done) & ~jnp.any(rows.token == _FAILED)
+
+    def advance(carry: tuple[Cache, _Rows, Array]) -> tuple[Cache, _Rows, Array]:
+        cache, rows, out = carry
+        cache, rows = _decode(model, cache, rows, controls)
+        return cache, rows, lax.dynamic_update_slice(out, rows.token[:, None], (0, rows.index))
+
+    out = jnp.zeros((rows.token.shape[0], cache.capacity), jnp.int32).at[:, 0].set(rows.token)
+    cache, rows, out = lax.while_loop(unfinished, advance, (cache, rows, out))
+    pad = jnp.where(controls.pad_id < 0, rows.token, controls.pad_id)
+    out = jnp.where(jnp.arange(out.shape[1]) > rows.index, pad[:, None], out)
+    # The cache is given back only because what is donated has to become something.
+    return out, cache
 
 
 def generate(
     model: Any,
-    tokens: Int[Array, "batch prompt"],
+    tokens: Any,
     *,
+    mask: Any = None,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    stop_ids: Any = (),
+    pad_id: int | None = None,
     allowed: int | None = None,
-    key: PRNGKeyArray | None = None,
+    key: Any = None,
 ) -> Int[Array, "batch new"]:
-    """`max_new_tokens` tokens that follow `tokens`, one at a time.
+    """`max_new_tokens` tokens that follow each row of `tokens`, int32.
 
-    Each token is computed from the whole sequence so far, without a cache of keys and values: exact, meant
-    for samples of a few hundred tokens. Compiled once for each total length.
+    The prompt is read in one pass, which fills a cache; each further token is one pass over one token. Greedy
+    tokens are those that the model gives when it reads everything anew for each of them. A row's tokens don't
+    depend on the other rows nor on padding.
+
+    One program reads prompts and one writes the rest. Both are compiled once for each size of batch and cache;
+    sizes are rounded up to a few, and no argument but these asks for another program. In models whose rotary
+    embedding depends on the length (`DynamicScaling`, `LongRopeScaling`) a key stays rotated as it was when its
+    token came, as in transformers.
 
     **Arguments:**
 
     - `model`: a causal language model of the zoo; after training, `step.trained(state)`.
-    - `tokens`: prompts of one length, `[batch, prompt]`.
-    - `temperature`: 0 takes the most probable token, ties to the lowest id; above, samples.
-    - `top_k`: samples from the `top_k` most probable tokens only.
+    - `tokens`: prompts, integers `[batch, prompt]`.
+    - `mask`: True at real tokens, `[batch, prompt]`: prompts of different lengths, padded on the left or on the
+        right. None: all are real.
+    - `temperature`: 0 takes the most probable token, ties to the lowest id; above, logits are divided by it and
+        tokens drawn.
+    - `top_k`: draws from the `top_k` most probable tokens only.
+    - `top_p`: draws from the smallest set of tokens whose probability reaches `top_p` (Holtzman et al., 2020).
+    - `min_p`: draws from tokens of at least `min_p` times the probability of the best (Nguyen et al., 2024).
+        The three are applied in this order, after the temperature.
+    - `stop_ids`: one id or several; a row ends with the first of them, which is part of what is returned.
+    - `pad_id`: what a row that has ended is filled up with, by default the stop id that ended it.
     - `allowed`: only ids below this are generated: a vocabulary is often padded beyond the tokenizer's.
-    - `key`: needed when `temperature` is above 0.
+    - `key`: needed when `temperature` is above 0. Row i draws with `jax.random.fold_in(key, i)`, or with the i-th
+        of an array of `batch` keys.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, or arguments out of range.
+    Warns where a row could grow beyond `max_position_embeddings`: the model works there, but rarely well. Raises
+    ValueError for an empty prompt, ids outside the vocabulary, a mask with holes, arguments out of range, and
+    when logits aren't finite.
     """
-    vocab = model.head_weight.shape[0]
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
+    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    asked = request("generate", model, tokens, mask, max_new_tokens, drawing, stop_ids, pad_id, allowed, key)
+    cache, rows = _prefill(model, asked.tokens, asked.mask, asked.controls, asked.capacity)
+    out, _ = _rest(model, cache, rows, asked.controls, np.int32(asked.limit))
+    new = np.asarray(out)[:, : asked.limit]
+    for index in np.flatnonzero((new == _FAILED).any(axis=0))[:1]:
+        _check_sound("generate", new[:, index], int(index))
+    return jnp.asarray(new)
+
+
+def stream(
+    model: Any,
+    tokens: Any,
+    *,
+    mask: Any = None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    stop_ids: Any = (),
+    pad_id: int | None = None,
+    allowed: int | None = None,
+    key: Any = None,
+) -> Iterator[np.ndarray]:
+    """The tokens of `generate`, one of each row at a time: arrays `[batch]` int32, each when it is there.
+
+    Ends after `max_new_tokens`, or when every row has met a stop id. From the second token on the next step runs
+    while the caller uses what the last one gave. Arguments and errors are those of `generate`; wrong arguments
+    raise at once.
+    """
+    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    asked = request("stream", model, tokens, mask, max_new_tokens, drawing, stop_ids, pad_id, allowed, key)
+    return _stream(model, asked)
+
+
+def _stream(model: Any, asked: Request) -> Iterator[np.ndarray]:
+    controls, limit = asked.controls, asked.limit
+    cache, rows = _prefill(model, asked.tokens, asked.mask, controls, asked.capacity)
+    done = np.zeros(len(asked.tokens), bool)
+    for index in range(limit):
+        # The first token doesn't wait until the next step, which may have to be compiled, has begun.
+        if 0 < index < limit - 1:
+            cache, ahead = _step(model, cache, rows, controls)
+        token = np.array(rows.token)
+        _check_sound("stream", token, index)
+        yield token
+        done |= np.isin(token, controls.stop_ids)
+        if done.all():
+            return
+        if index == 0 and limit > 1:
+            cache, ahead = _step(model, cache, rows, controls)
+        rows = ahead
+
+
+def _check_sound(caller: str, token: np.ndarray, index: int) -> None:
+    rows = np.flatnonzero(token == _FAILED)
+    if len(rows):
         raise ValueError(
-            f"generate: the prompt must be integers [batch, length >= 1], got {tokens.dtype}{list(tokens.shape)}"
+            f"{caller}: the model's logits for new token {index} are not finite in row "
+            f"{', '.join(map(str, rows))}: its weights hold NaN or infinity, or numbers grow beyond their dtype"
         )
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab:
-        raise ValueError(f"generate: token ids must be in 0..{vocab - 1}, the prompt has {low}..{high}")
-    if max_new_tokens < 1:
-        raise ValueError(f"generate: max_new_tokens must be 1 or more, got {max_new_tokens}")
-    if not temperature >= 0:
-        raise ValueError(f"generate: temperature must be 0 or more, got {temperature}")
-    if top_k is not None and not 1 <= top_k <= vocab:
-        raise ValueError(f"generate: top_k must be in 1..{vocab}, got {top_k}")
-    if allowed is not None and not 1 <= allowed <= vocab:
-        raise ValueError(f"generate: allowed must be in 1..{vocab}, got {allowed}")
-    if key is None:
-        if temperature > 0:
-            raise ValueError("generate: sampling at a temperature above 0 needs a key")
-        key = jax.random.key(0)
-    start = tokens.shape[1]
-    buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, max_new_tokens)))
-    out = _generate(
-        model, buffer, jnp.int32(start), jnp.float32(temperature), key, top_k, vocab if allowed is None else allowed
-    )
-    return out[:, start:]

@@ -1,6 +1,7 @@
 """What the language models of the zoo have in common: embedding, layers, final norm, head, losses."""
 
 import abc
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -147,9 +148,11 @@ class LanguageModel(eqx.Module):
         `kv_lora_rank + qk_rope_head_dim`. Raises ValueError when a size is not a positive integer.
         """
         check_sizes("init_cache", batch=batch, capacity=capacity)
-        dtype = self.embedding.weight.dtype if dtype is None else dtype
+        dtype = jnp.dtype(self.embedding.weight.dtype if dtype is None else dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"init_cache: dtype must be floating, got {dtype}")
         arrays = {name: stack.init_cache(batch, capacity, dtype) for name, stack in self.stacks().items()}
-        return Cache(arrays, jnp.zeros((batch, capacity), bool), jnp.zeros((), jnp.int32))
+        return Cache(arrays, jnp.zeros((batch, capacity), bool), jnp.zeros((), jnp.int32), dtype)
 
     def hidden(
         self,
@@ -207,11 +210,11 @@ class LanguageModel(eqx.Module):
         per_layer, stats, arrays = self.layer_inputs(), {}, {}
         x = jnp.where(overflow, jnp.nan, self.embedding(tokens))
         for name, stack in self.stacks().items():
-            handle = LayerCache(cache.arrays[name], jnp.zeros((), jnp.int32), start, fresh)
+            handle = LayerCache(cache.arrays[name], jnp.zeros((), jnp.int32), start, fresh, cache.dtype)
             x, result, arrays[name] = stack(x, cache=handle, per_layer=per_layer.get(name), **shared)
             if result is not None:
                 stats[name] = result
-        return self.norm(x), stats, Cache(arrays, cache.valid, cache.length, fresh=False)
+        return self.norm(x), stats, dataclasses.replace(cache, arrays=arrays)
 
     @jax.named_scope("language_model")
     def __call__(

@@ -50,6 +50,7 @@ class _Experts:
             num_nextn_predict_layers=self.num_nextn_predict_layers,
             n_shared_experts=self.n_shared_experts or 0,
         )
+        self._set("n_shared_experts", self.n_shared_experts or None)
         self._set("routed_scaling_factor", number(f"{name}: routed_scaling_factor", self.routed_scaling_factor))
         if self.first_k_dense_replace > self.num_hidden_layers:
             raise ValueError(

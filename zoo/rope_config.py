@@ -1,7 +1,7 @@
 """The `rope_scaling` block of Hugging Face's config files, and the checks that reading any of their fields needs."""
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,7 +87,8 @@ def rope_scaling_dict(scaling: RotaryScaling) -> dict[str, Any] | None:
 
 def number(name: str, value: Any) -> float:
     """`value` as a float; ValueError, naming it `name`, unless it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # The largest number first: a whole number may be too long for a float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} must be a number, got {value!r}")
     return float(value)
 

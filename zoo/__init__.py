@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from .deepseek import DeepSeek as DeepSeek
     from .generation import generate as generate, stream as stream
-    from .hf_config import from_config as from_config
+    from .hf_config import from_config as from_config, to_hf as to_hf
     from .llama import Llama as Llama
     from .loop import Record as Record, TrainingDiverged as TrainingDiverged, train as train_loop  # noqa: F401
     from .mixture import Mixture as Mixture
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .optimizer import adamw as adamw, trainable as trainable, warmup_cosine as warmup_cosine
     from .pretrained import WeightMismatch as WeightMismatch, load as load, save as save
     from .registry import REGISTRY as REGISTRY
+    from .tokenizer import Tokenizer as Tokenizer, load_tokenizer as load_tokenizer
     from .train import (
         Metrics as Metrics,
         Step as Step,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         init_state as init_state,
         make_train_step as make_train_step,
     )
-    from .tokenizer import Tokenizer as Tokenizer, load_tokenizer as load_tokenizer
 
 # Public name: the room it is in, and its name there where that differs. Loaded on first use.
 _ROOMS = {
@@ -81,6 +81,7 @@ _ROOMS = {
     "save": "pretrained",
     "save_state": "checkpoint_io:save",
     "stream": "generation",
+    "to_hf": "hf_config",
     "train_loop": "loop:train",
     "trainable": "optimizer",
     "warmup_cosine": "optimizer",

@@ -1,5 +1,6 @@
 """Models from names and configs: with weights, or as shapes alone; counted, and cut into other segments."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 _FAMILIES: dict[type[Config], type[LanguageModel]] = {LlamaConfig: Llama, MoEConfig: Mixture, DeepSeekConfig: DeepSeek}
 
 
-def _maker(name_or_config: str | Config, dtype: Any, segments: Sequence[int], scan: bool) -> Callable[..., Any]:
+def _maker(name_or_config: Any, dtype: Any, segments: Sequence[int], scan: bool) -> Callable[..., Any]:
     config = find_config(name_or_config)
     family = _FAMILIES.get(type(config))
     if family is None:
@@ -35,7 +36,7 @@ def _maker(name_or_config: str | Config, dtype: Any, segments: Sequence[int], sc
 
 
 def build(
-    name_or_config: str | Config,
+    name_or_config: str | os.PathLike | Mapping[str, Any] | Config,
     *,
     key: PRNGKeyArray | None = None,
     dtype: Any = jnp.float32,
@@ -47,7 +48,8 @@ def build(
 
     **Arguments:**
 
-    - `name_or_config`: a name in `registry.REGISTRY`, or a config.
+    - `name_or_config`: a name in `registry.REGISTRY`, the path of a config.json or of its folder, what such a file
+        holds as a dictionary, or a config: what `from_config` takes.
     - `key`: decides the weights, and alone does: neither `segments` nor `scan` changes them. Without one it
         is `jax.random.key(0)`.
     - `dtype`: of the parameters. Draws are float32 whatever it is, and so are routers.
@@ -66,7 +68,7 @@ def build(
 
 
 def abstract(
-    name_or_config: str | Config,
+    name_or_config: str | os.PathLike | Mapping[str, Any] | Config,
     *,
     dtype: Any = jnp.float32,
     segments: Sequence[int] = (),
@@ -94,9 +96,9 @@ class Parameters(NamedTuple):
     mtp: int
 
 
-def parameters(model: LanguageModel | Config | str) -> Parameters:
-    """Counts the parameters of a model, concrete or abstract; a name or config is built abstractly."""
-    if isinstance(model, str | Config):
+def parameters(model: LanguageModel | str | os.PathLike | Mapping[str, Any] | Config) -> Parameters:
+    """Counts the parameters of a model, concrete or abstract; what `build` takes is built abstractly."""
+    if not isinstance(model, LanguageModel):
         model = abstract(model)
     modules = getattr(model, "mtp", ())
     mtp = _count(modules)

@@ -84,8 +84,8 @@ def _read(values: dict[str, Any], where: str) -> Config:
     architectures = keys.texts("architectures") or []
     if architectures and not any(architecture.endswith("ForCausalLM") for architecture in architectures):
         raise keys.error(
-            f"architectures is {architectures!r}, and only causal language models are read ({kind.architecture}); "
-            "their heads aren't those of other tasks"
+            f"architectures is {architectures!r}; only causal language models are read, a {kind.architecture} here: "
+            "a model without its head, or with that of another task, isn't one"
         )
     fields = {"model_type": ALIASES.get(name, name)} | _common(keys, kind)
     fields |= {flag: keys.flag(flag, default=default) for flag, default in kind.flags.items()}

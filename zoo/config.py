@@ -102,7 +102,7 @@ class LlamaConfig(Config):
     `num_key_value_heads=None` means one for each query head, `head_dim=None` means
     `hidden_size / num_attention_heads`. `mlp_bias` is for all three projections of the MLP,
     `attention_bias` for the projections of attention; the output projection's may be set apart by
-    `attention_output_bias`. The relatives of Llama differ in a few things:
+    `attention_output_bias`, and is in `output_bias`. The relatives of Llama differ in a few things:
 
     - `qk_norm`: `"head"` (Qwen3, GLM-4.5) or `"full"` (OLMo-2), see `Attention`.
     - `partial_rotary_factor`: the share of a head's features that are rotated (GLM-4.5: half).
@@ -142,8 +142,9 @@ class LlamaConfig(Config):
                 )
             self._set("head_dim", self.hidden_size // self.num_attention_heads)
         positive(name, head_dim=self.head_dim)
-        if self.attention_output_bias is None:
-            self._set("attention_output_bias", self.attention_bias)
+        if self.attention_output_bias == self.attention_bias:
+            # So that `replace` changes both, and configs that mean the same are equal.
+            self._set("attention_output_bias", None)
         if self.qk_norm not in (None, "head", "full"):
             raise ValueError(f"{name}: qk_norm must be None, 'head' or 'full', got {self.qk_norm!r}")
         self._check_layers(name)
@@ -187,6 +188,11 @@ class LlamaConfig(Config):
                 self._set("sliding_window", None)
         if self.no_rope_layers is not None:
             self._set("no_rope_layers", tuple(map(int, self.no_rope_layers)) if 0 in self.no_rope_layers else None)
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
 
     def rotary(self) -> Rotary:
         """The rotary embedding that all layers share."""

@@ -26,7 +26,6 @@ class _Rows(NamedTuple):
     index: Int[Array, ""]  # of that token among the new ones
 
 
-@functools.partial(jax.jit, static_argnames="capacity")
 def _prefill(
     model: Any,
     tokens: Int[Array, "batch prompt"],
@@ -66,10 +65,6 @@ def _next(model: Any, states: Float[Array, "batch features"], rows: _Rows, contr
     return _Rows(token, done, index)
 
 
-_step = jax.jit(_decode, donate_argnames="cache")
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
 def _rest(
     model: Any, cache: Cache, rows: _Rows, controls: Controls, limit: Int[Array, ""]
 ) -> tuple[Int[Array, "batch capacity"], Cache]:
@@ -90,6 +85,29 @@ def _rest(
     out = jnp.where(jnp.arange(out.shape[1]) > rows.index, pad[:, None], out)
     # The cache is given back only because what is donated has to become something.
     return out, cache
+
+
+class _Programs(NamedTuple):
+    prefill: Any
+    step: Any
+    rest: Any
+
+
+@functools.cache
+def _compiled(platform: str) -> _Programs:
+    # On CPU, XLA slices layers from bfloat16 weights by way of float32 and moves that out of the loop over layers:
+    # each token would begin with a float32 copy of all weights.
+    options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"} if platform == "cpu" else None
+    return _Programs(
+        jax.jit(_prefill, static_argnames="capacity", compiler_options=options),
+        jax.jit(_decode, donate_argnames="cache", compiler_options=options),
+        jax.jit(_rest, donate_argnames="cache", compiler_options=options),
+    )
+
+
+def _programs(model: Any) -> _Programs:
+    weight = model.head_weight
+    return _compiled(next(iter(weight.devices())).platform if isinstance(weight, jax.Array) else jax.default_backend())
 
 
 def generate(
@@ -142,8 +160,9 @@ def generate(
     """
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     asked = request("generate", model, tokens, mask, max_new_tokens, drawing, stop_ids, pad_id, allowed, key)
-    cache, rows = _prefill(model, asked.tokens, asked.mask, asked.controls, asked.capacity)
-    out, _ = _rest(model, cache, rows, asked.controls, np.int32(asked.limit))
+    prefill, _, rest = _programs(model)
+    cache, rows = prefill(model, asked.tokens, asked.mask, asked.controls, capacity=asked.capacity)
+    out, _ = rest(model, cache, rows, asked.controls, np.int32(asked.limit))
     new = np.asarray(out)[:, : asked.limit]
     for index in np.flatnonzero((new == _FAILED).any(axis=0))[:1]:
         _check_sound("generate", new[:, index], int(index))
@@ -178,12 +197,13 @@ def stream(
 
 def _stream(model: Any, asked: Request) -> Iterator[np.ndarray]:
     controls, limit = asked.controls, asked.limit
-    cache, rows = _prefill(model, asked.tokens, asked.mask, controls, asked.capacity)
+    prefill, step, _ = _programs(model)
+    cache, rows = prefill(model, asked.tokens, asked.mask, controls, capacity=asked.capacity)
     done = np.zeros(len(asked.tokens), bool)
     for index in range(limit):
         # The first token doesn't wait until the next step, which may have to be compiled, has begun.
         if 0 < index < limit - 1:
-            cache, ahead = _step(model, cache, rows, controls)
+            cache, ahead = step(model, cache, rows, controls)
         token = np.array(rows.token)
         _check_sound("stream", token, index)
         yield token
@@ -191,7 +211,7 @@ def _stream(model: Any, asked: Request) -> Iterator[np.ndarray]:
         if done.all():
             return
         if index == 0 and limit > 1:
-            cache, ahead = _step(model, cache, rows, controls)
+            cache, ahead = step(model, cache, rows, controls)
         rows = ahead
 
 

@@ -163,8 +163,11 @@ def mixtral_experts(kind: ModelType, keys: Keys, fields: Fields) -> Fields:
 
 
 def gpt_oss_experts(kind: ModelType, keys: Keys, fields: Fields) -> Fields:
-    """gpt-oss: as Mixtral, and the bound of the clipped activation."""
-    return _experts(keys, fields["intermediate_size"]) | {"swiglu_limit": keys.number("swiglu_limit", default=7.0)}
+    """gpt-oss: as Mixtral, and the numbers of the clipped activation."""
+    clipped = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+    return _experts(keys, fields["intermediate_size"]) | {
+        name: keys.number(name, default=value) for name, value in clipped.items()
+    }
 
 
 def qwen_experts(kind: ModelType, keys: Keys, fields: Fields) -> Fields:

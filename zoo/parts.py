@@ -46,7 +46,7 @@ def attention(config: LlamaConfig | DeepSeekConfig, dtype: Any, key: PRNGKeyArra
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         qkv_bias=config.attention_bias,
-        output_bias=config.attention_output_bias,
+        output_bias=config.output_bias,
         qk_norm=config.qk_norm,
         norm_eps=config.rms_norm_eps,
         sinks=config.attention_sinks,

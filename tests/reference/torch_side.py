@@ -8,7 +8,6 @@ import json
 import pathlib
 import tempfile
 
-import numpy as np
 import tensors
 import torch
 import transformers

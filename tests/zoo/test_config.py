@@ -156,3 +156,11 @@ def test_configs_that_mean_the_same_are_equal(configs):
 def test_a_whole_number_too_long_for_a_float():
     with pytest.raises(ValueError, match="rope_theta must be a number"):
         LlamaConfig(10, 64, 32, 2, 4, rope_theta=10**400)
+
+
+def test_the_output_bias_follows_the_others_unless_it_is_set(configs):
+    llama = configs["llama"]
+    assert not llama.output_bias
+    biased = dataclasses.replace(llama, attention_bias=True)
+    assert biased.output_bias and biased == dataclasses.replace(biased, attention_output_bias=True)
+    assert not dataclasses.replace(biased, attention_output_bias=False).output_bias

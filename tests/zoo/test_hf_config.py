@@ -81,14 +81,14 @@ def test_the_class_settles_what_files_never_say():
     assert {name for name, norm in norms.items() if norm == "head"} == {"qwen3", "qwen3_moe"}
     assert {name for name, norm in norms.items() if norm == "full"} == {"olmo2"}
     assert configs["olmo2"].norm_placement == "after"
-    biases = {name: (c.attention_bias, c.attention_output_bias) for name, c in configs.items() if name in norms}
+    biases = {name: (c.attention_bias, c.output_bias) for name, c in configs.items() if name in norms}
     assert {name for name, bias in biases.items() if bias == (True, False)} == {"qwen2"}
     assert {name for name, bias in biases.items() if bias == (True, True)} == {"gpt_oss"}
     glm = from_config(tiny("glm4_moe", attention_bias=True, use_qk_norm=True))
-    assert (glm.attention_bias, glm.attention_output_bias, glm.qk_norm) == (True, False, "head")
+    assert (glm.attention_bias, glm.output_bias, glm.qk_norm) == (True, False, "head")
     for name in ("llama", "qwen3", "qwen3_moe", "olmo2", "smollm3"):
         config = from_config(tiny(name, attention_bias=True))
-        assert config.attention_bias and config.attention_output_bias
+        assert config.attention_bias and config.output_bias
     mixtral, oss = configs["mixtral"], configs["gpt_oss"]
     assert mixtral.moe_intermediate_size == oss.moe_intermediate_size == 80
     assert mixtral.norm_topk_prob and oss.norm_topk_prob
@@ -322,7 +322,7 @@ def test_layers_without_rotary_embeddings(keys, rotated):
         ("mixtral", {"num_experts": None}, {"n_routed_experts": 8}),
         ("qwen3_moe", {"mlp_only_layers": [1, 0]}, {"first_k_dense_replace": 2}),
         ("qwen3_moe", {"mlp_only_layers": None, "norm_topk_prob": True}, {"norm_topk_prob": True}),
-        ("gpt_oss", {"experts_per_token": 3, "swiglu_alpha": 1.702}, {"num_experts_per_tok": 3}),
+        ("gpt_oss", {"experts_per_token": 3, "swiglu_alpha": 1.5}, {"num_experts_per_tok": 3, "swiglu_alpha": 1.5}),
         ("glm4_moe", {"num_mtp_layers": 2}, {"num_nextn_predict_layers": 2}),
         ("glm4_moe", {"num_mtp_layers": 2, "num_nextn_predict_layers": 2}, {"num_nextn_predict_layers": 2}),
         ("glm4_moe", {"n_shared_experts": 0}, {"n_shared_experts": None}),

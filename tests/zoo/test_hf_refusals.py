@@ -95,7 +95,7 @@ def refused(file, message):
         ("glm4_moe", {"scoring_func": "softmax"}, 'scoring_func must be "sigmoid" in Glm4MoeForCausalLM'),
         ("glm4_moe", {"num_mtp_layers": 1, "num_nextn_predict_layers": 2}, "two names of one thing and differ"),
         ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit must be a number, got None"),
-        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha must be 1.702 in GptOssForCausalLM"),
+        ("gpt_oss", {"swiglu_alpha": "1.7"}, "swiglu_alpha must be a number, got '1.7'"),
         ("gpt_oss", {"experts_per_token": 2}, "num_experts_per_tok 3 and experts_per_token 2"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method must be 'greedy' or 'group_limited_greedy' in Deeps"),
         ("deepseek_v2", {"topk_method": ["greedy"]}, "topk_method must be"),

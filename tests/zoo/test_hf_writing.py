@@ -55,7 +55,7 @@ FILES = {
                      n_group=2, routed_scaling_factor=2.5, first_k_dense_replace=2, num_nextn_predict_layers=0,
                      n_shared_experts=2),
     "glm4_moe, defaults": tiny("glm4_moe", head_dim=16, norm_topk_prob=False, n_shared_experts=0),
-    "gpt_oss": tiny("gpt_oss", swiglu_limit=2.5, sliding_window=9, attention_bias=False, rope_theta=1e4,
+    "gpt_oss": tiny("gpt_oss", swiglu_limit=2.5, swiglu_alpha=1.3, sliding_window=9, attention_bias=False, rope_theta=1e4,
                     layer_types=[FULL, SLIDING, FULL, FULL]),
     "gpt_oss, full": tiny("gpt_oss", layer_types=[FULL] * 4, rope_parameters={"rope_type": "default"}),
     "deepseek_v2": tiny("deepseek_v2", q_lora_rank=None, rope_scaling=YARN, attention_bias=True, n_shared_experts=1),

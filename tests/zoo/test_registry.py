@@ -88,7 +88,7 @@ def by_formula(config):
     else:
         query, key = heads * config.head_dim, config.num_key_value_heads * config.head_dim
         attention = 2 * width * query + 2 * width * key
-        attention += (query + 2 * key) * config.attention_bias + width * config.attention_output_bias
+        attention += (query + 2 * key) * config.attention_bias + width * config.output_bias
         attention += {None: 0, "head": 2 * config.head_dim, "full": query + key}[config.qk_norm]
         attention += heads * config.attention_sinks
     block = attention + 2 * width

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from overspill.zoo.sampling import Sampler, choose, kept
+from overspill.zoo.sampling import Sampler, kept
 
 VOCAB = 23
 

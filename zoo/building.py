@@ -30,8 +30,14 @@ def _maker(name_or_config: Any, dtype: Any, segments: Sequence[int], scan: bool)
     family = _FAMILIES.get(type(config))
     if family is None:
         raise ValueError(f"no family of models is built from a {type(config).__name__}")
-    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"parameters need a floating dtype, got {jnp.dtype(dtype)}")
+    try:
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(f"parameters need a floating dtype such as jax.numpy.bfloat16, got {dtype!r}")
+    if not isinstance(segments, Sequence):
+        raise ValueError(f"segments must be a sequence of layer indices, such as (8, 24), got {segments!r}")
     return lambda key: family(config, dtype=dtype, segments=tuple(segments), scan=scan, key=key)
 
 

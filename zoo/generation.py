@@ -16,6 +16,9 @@ from .sampling import choose
 
 # What stands in place of a token where logits were no numbers.
 _FAILED = -1
+# On CPU, XLA slices layers from bfloat16 weights by way of float32 and moves that out of the loop over layers: each
+# token would begin with a float32 copy of all weights.
+_OPTIONS = {"cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}}
 
 
 class _Rows(NamedTuple):
@@ -49,11 +52,14 @@ def _decode(model: Any, cache: Cache, rows: _Rows, controls: Controls) -> tuple[
 
 @jax.named_scope("next_token")
 def _next(model: Any, states: Float[Array, "batch features"], rows: _Rows, controls: Controls) -> _Rows:
-    head = model.head_weight
+    head, batch = model.head_weight, len(states)
+    if batch == 1 and states.dtype.itemsize < 4:
+        # For one row of bfloat16, XLA makes a float32 copy of the head on CPU; for two it doesn't.
+        states = jnp.concatenate([states, states])
     # Products of 16-bit numbers, but their sums in float32: rounded logits would often tie.
     logits = lax.dot_general(
         states, head.astype(states.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    )[:batch]
     possible = jnp.arange(head.shape[0]) < controls.allowed
     sound = jnp.all(jnp.isfinite(logits) | ~possible, axis=-1)
     index = rows.index + 1
@@ -95,9 +101,7 @@ class _Programs(NamedTuple):
 
 @functools.cache
 def _compiled(platform: str) -> _Programs:
-    # On CPU, XLA slices layers from bfloat16 weights by way of float32 and moves that out of the loop over layers:
-    # each token would begin with a float32 copy of all weights.
-    options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"} if platform == "cpu" else None
+    options = _OPTIONS.get(platform)
     return _Programs(
         jax.jit(_prefill, static_argnames="capacity", compiler_options=options),
         jax.jit(_decode, donate_argnames="cache", compiler_options=options),

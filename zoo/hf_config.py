@@ -31,9 +31,10 @@ def from_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
         name: write `./name` for that.
 
     Files of transformers 4 and 5 are read, with every spelling that is about; what one leaves out has the value that
-    the class of transformers gives it. Of models that wrap a language model in `text_config` it is that model which is
-    read. What a file says beside is kept in `extras`: `architectures`, `dtype`, `quantization_config` (weights are
-    dequantised when they are loaded), keys that aren't known, and in `wrapper` what stands around a `text_config`.
+    the class of transformers gives it, but for the sizes of a model and of its experts, which a file must have. Of
+    models that wrap a language model in `text_config` it is that model which is read. What a file says beside is kept in `extras`:
+    `architectures`, `dtype`, `quantization_config` (weights are dequantised when they are loaded), keys that aren't
+    known, and in `wrapper` what stands around a `text_config`.
 
     **Raises:**
 
@@ -52,6 +53,8 @@ def from_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
             raise ValueError(f"config: holds what no config.json can: {error}") from None
         return _read(parse_json(text, "config"), "config")
     if isinstance(source, str):
+        if source.lstrip().startswith("{"):
+            raise ValueError("that is the text of a config.json: give its path, or what json.loads makes of it")
         named = DENSE.get(source) or EXPERTS.get(source)
         if named is not None:
             return named
@@ -80,7 +83,9 @@ def _read(values: dict[str, Any], where: str) -> Config:
     kind = MODEL_TYPES.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join([*MODEL_TYPES, *ALIASES])
-        raise keys.error(f"model_type {short(name)} is not known; there are {known}")
+        near = difflib.get_close_matches(str(name), [*MODEL_TYPES, *ALIASES], n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]!r}? There" if near else "there"
+        raise keys.error(f"model_type {short(name)} is not known; {hint} are {known}")
     architectures = keys.texts("architectures") or []
     if architectures and not any(architecture.endswith("ForCausalLM") for architecture in architectures):
         raise keys.error(
@@ -210,7 +215,7 @@ def _write(config: Config, name: str, dtype: Any) -> dict[str, Any]:
         out["eos_token_id"] = list(config.eos_token_id)
     if isinstance(config, LlamaConfig):
         out["head_dim"] = config.head_dim
-    out |= kind.write(config) | write_rope(config) | {"attention_dropout": 0.0}
+    out |= kind.write(config) | write_rope(config, kind.partial_rotary_factor) | {"attention_dropout": 0.0}
     extras = config.extras
     dtype = extras.get("dtype") if dtype is None else jnp.dtype(dtype).name
     if dtype is not None:

@@ -1,5 +1,6 @@
 """The keys of a config.json, taken one by one: each checked, and none left over that changes the mathematics."""
 
+import difflib
 import json
 import math
 import os
@@ -67,6 +68,7 @@ class Keys:
         self.where = where
         self._left = dict(values)
         self._fine: set[str] = set()
+        self._absent: set[str] = set()
 
     def error(self, message: str) -> ValueError:
         """An error that begins with the file's name."""
@@ -76,6 +78,7 @@ class Keys:
         """The value of a key that goes by any of `names`; several in one file must agree."""
         found = {name: self._left.pop(name) for name in names if name in self._left}
         if not found:
+            self._absent.update(names)
             if default is _REQUIRED:
                 raise self.error(f"{names[0]} is missing")
             return default
@@ -151,6 +154,8 @@ class Keys:
         for key, value in self._left.items():
             if key in self._fine:
                 continue
+            if near := difflib.get_close_matches(key, self._absent, n=1, cutoff=0.94):
+                raise self.error(f"{key} isn't known; did you mean {near[0]}, which the file doesn't have?")
             if key in _NEUTRAL:
                 fine = value is None or any(same(value, good) for good in _NEUTRAL[key])
             else:

@@ -149,9 +149,11 @@ def grouped_query(windows: Reader, *others: Reader) -> Reader:
     return read
 
 
-def _experts(keys: Keys, moe_intermediate_size: int | None = None) -> Fields:
+def _experts(keys: Keys, count: str = "n_routed_experts", moe_intermediate_size: int | None = None) -> Fields:
+    """The sizes of a mixture; `count` is what files of the class call the number of experts."""
+    names = dict.fromkeys((count, "n_routed_experts", "num_local_experts", "num_experts"))
     return {
-        "n_routed_experts": keys.integer("n_routed_experts", "num_local_experts", "num_experts"),
+        "n_routed_experts": keys.integer(*names),
         "num_experts_per_tok": keys.integer("num_experts_per_tok", "experts_per_token"),
         "moe_intermediate_size": moe_intermediate_size or keys.integer("moe_intermediate_size"),
     }
@@ -159,13 +161,13 @@ def _experts(keys: Keys, moe_intermediate_size: int | None = None) -> Fields:
 
 def mixtral_experts(kind: ModelType, keys: Keys, fields: Fields) -> Fields:
     """Mixtral: experts in all layers, of intermediate_size."""
-    return _experts(keys, fields["intermediate_size"])
+    return _experts(keys, "num_local_experts", fields["intermediate_size"])
 
 
 def gpt_oss_experts(kind: ModelType, keys: Keys, fields: Fields) -> Fields:
     """gpt-oss: as Mixtral, and the numbers of the clipped activation."""
     clipped = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-    return _experts(keys, fields["intermediate_size"]) | {
+    return _experts(keys, "num_local_experts", fields["intermediate_size"]) | {
         name: keys.number(name, default=value) for name, value in clipped.items()
     }
 
@@ -178,7 +180,7 @@ def qwen_experts(kind: ModelType, keys: Keys, fields: Fields) -> Fields:
     dense = sorted(set(keys.integers("mlp_only_layers", default=None) or ()))
     if dense != list(range(len(dense))):
         raise keys.error(f"mlp_only_layers must be the first layers or none, got {short(dense)}")
-    return _experts(keys) | {"first_k_dense_replace": min(len(dense), fields["num_hidden_layers"])}
+    return _experts(keys, "num_experts") | {"first_k_dense_replace": min(len(dense), fields["num_hidden_layers"])}
 
 
 def glm_experts(kind: ModelType, keys: Keys, fields: Fields) -> Fields:

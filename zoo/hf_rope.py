@@ -107,8 +107,11 @@ def _parse(keys: Keys, name: str, block: dict[str, Any], max_positions: int) -> 
         raise keys.error(str(error).replace("rope_scaling", name)) from None
 
 
-def write_rope(config: Config) -> dict[str, Any]:
-    """The keys of `config`'s rotary embedding, for readers of both forms."""
+def write_rope(config: Config, default_factor: float) -> dict[str, Any]:
+    """The keys of `config`'s rotary embedding, for readers of both forms.
+
+    `default_factor` is the partial_rotary_factor of a class whose file doesn't say any.
+    """
     block = rope_scaling_dict(config.rope_scaling)
     if block is not None and block.get("truncate") is True:
         del block["truncate"]  # younger than the rest, and true is what it stands for
@@ -120,6 +123,6 @@ def write_rope(config: Config) -> dict[str, Any]:
         if block["rope_type"] == "longrope":
             # Where transformers 4 looks for it.
             out[_ORIGINAL] = block[_ORIGINAL]
-    if isinstance(config, LlamaConfig) and config.partial_rotary_factor != 1:
+    if isinstance(config, LlamaConfig) and {config.partial_rotary_factor, default_factor} != {1.0}:
         out[_PARTIAL] = parameters[_PARTIAL] = config.partial_rotary_factor
     return out | {"rope_parameters": parameters}

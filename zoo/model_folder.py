@@ -1,6 +1,7 @@
 """Folders of models on the disk: written beside their place and moved there when nothing is left to do."""
 
 import contextlib
+import ctypes
 import json
 import os
 import pathlib
@@ -18,6 +19,9 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+# What else may be in the folder of a model, and may be lost when another takes its place.
+_SUFFIXES = {".json", ".jinja", ".safetensors", ".md"}
+_BESIDE = {*TOKENIZER_FILES, ".gitattributes", "LICENSE", "LICENSE.txt"}
 # transformers refuses files that don't say what kind of arrays they hold.
 _METADATA = {"format": "pt"}
 
@@ -39,6 +43,18 @@ def resolve_target(folder: str | os.PathLike, overwrite: bool) -> pathlib.Path:
             f"{str(folder)!r} isn't a model's folder (it has no {_CONFIG}), so it isn't overwritten: remove it "
             "yourself, or save elsewhere"
         )
+    others = [
+        path.name
+        for path in target.iterdir()
+        if path.is_dir() or not (path.suffix in _SUFFIXES or path.name in _BESIDE)
+    ]
+    if others:
+        raise ValueError(
+            f"{str(folder)!r} has more in it than a model ({', '.join(sorted(others)[:5])}), which overwriting would "
+            "remove: move it away, or save elsewhere"
+        )
+    if os.path.ismount(target):
+        raise ValueError(f"{str(folder)!r} is where a file system is mounted: save into a folder in it")
     return target
 
 
@@ -46,7 +62,8 @@ def resolve_target(folder: str | os.PathLike, overwrite: bool) -> pathlib.Path:
 def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder beside `target` that takes its place at the end, when all of it is on the disk; or it disappears.
 
-    A folder that is there is moved aside first and removed last.
+    A folder that is there changes places with it, and is removed last. Where the system can't do that in one, it is
+    moved aside first: a process that is killed just then leaves it as `.NAME.replaced-*`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex[:12]
@@ -56,20 +73,33 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
         yield partial
         _sync(*partial.rglob("*"), partial)
         replaced = target.is_dir() and any(target.iterdir())
-        if replaced:
-            os.rename(target, aside)
-        try:
-            os.rename(partial, target)  # takes the place of an empty folder too
-        except BaseException:
+        if replaced and _exchange(partial, target):
+            aside = partial
+        else:
             if replaced:
-                os.rename(aside, target)
-            raise
+                os.rename(target, aside)
+            try:
+                os.rename(partial, target)  # takes the place of an empty folder too
+            except BaseException:
+                if replaced:
+                    os.rename(aside, target)
+                raise
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync(target.parent)
     if replaced:
         shutil.rmtree(aside)
+
+
+def _exchange(a: pathlib.Path, b: pathlib.Path) -> bool:
+    """Makes two paths change places in one step. False, and nothing happens, where the system can't: only Linux can."""
+    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    return rename(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), ctypes.c_uint(exchange)) == 0
 
 
 def shards(outputs: Sequence[Output], max_bytes: int) -> dict[str, list[Output]]:

@@ -291,6 +291,8 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 
 def model_type_of(config: Config) -> str:
     """The `model_type` of a config: its own, or the plainest of its kind. Raises ValueError for one not known."""
+    if not isinstance(config, Config):
+        raise ValueError(f"a config is wanted, such as model.config, not a {type(config).__name__}")
     kind = config.model_type
     if kind is None:
         if isinstance(config, DeepSeekConfig):

@@ -26,7 +26,8 @@ def trainable(model: T) -> tuple[T, T]:
 
     Every array is a parameter, unless it sits in an `Untrained` module: a `Buffer` (a router's selection bias), an
     `Indexer`. Abstract models work too.
-    Raises ValueError, naming it, for an array that can't be trained: one of integers outside a Buffer.
+    Raises ValueError for what holds no parameter, and, naming it, for an array that can't be trained: one of integers
+    outside a Buffer.
     """
     wanted = jax.tree.map(
         lambda node: jax.tree.map(lambda leaf: not is_buffer(node) and _is_array(leaf), node),
@@ -34,6 +35,8 @@ def trainable(model: T) -> tuple[T, T]:
         is_leaf=is_buffer,
     )
     parameters, rest = eqx.partition(model, wanted)
+    if not jax.tree.leaves(parameters):
+        raise ValueError(f"{type(model).__name__} holds no array that could be trained: build or load a model first")
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(

@@ -76,6 +76,8 @@ def load(
     arguments that `build` refuses.
     """
     start = time.perf_counter()
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"a model is loaded from a folder or by a name on the Hub, not from a {type(source).__name__}")
     folder = fetch(source, revision=revision)
     _check_dtype(dtype)
     said = read_optional(folder, "config.json")
@@ -133,10 +135,12 @@ def save(
 
     **Arguments:**
 
-    - `folder`: a new or an empty one; with `overwrite`, also a model's, which the new one takes the place of.
+    - `folder`: a new or an empty one; with `overwrite`, also a model's, which the new one takes the place of:
+        nothing that was in it stays.
     - `dtype`: of the parameters in the files: float32, bfloat16 or float16. By default what they have. What stays
         float32 in a model whatever its dtype, such as routers, does so here.
     - `tokenizer`: what has a `save(folder)`, as `zoo.load_tokenizer` gives, or a folder with a tokenizer's files.
+        They bring `generation_config.json` along, with the ids that end a text.
     - `max_shard_bytes`: files grow up to this size, beyond it only for a single tensor.
 
     **Returns:** the folder's path. Raises ValueError, and leaves nothing behind, if the folder is taken, for a config
@@ -166,8 +170,12 @@ def save(
 
 
 def _check_dtype(dtype: Any) -> None:
-    if dtype is not None and jnp.dtype(dtype) not in map(jnp.dtype, _DTYPES):
-        raise ValueError(f"parameters are float32, bfloat16 or float16 in files, not {jnp.dtype(dtype)}")
+    try:
+        known = dtype is None or jnp.dtype(dtype) in map(jnp.dtype, _DTYPES)
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
 
 
 def _kept(found: Sequence[Leaf]) -> set[str]:

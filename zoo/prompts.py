@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
 from ..layers.rotary import DynamicScaling
+from .model import LanguageModel
 from .sampling import Sampler, whole
 
 
@@ -52,7 +53,14 @@ def request(
 
     Raises ValueError with the name of `caller` before it, and warns as `generate` says.
     """
-    vocab = model.head_weight.shape[0]
+    if not isinstance(model, LanguageModel):
+        raise ValueError(
+            f"{caller}: a model is wanted, not a {type(model).__name__}; step.trained(state) gives a training state's "
+            "model, and zoo.load one from a folder"
+        )
+    vocab = model.config.vocab_size
+    if isinstance(model.norm.scale, jax.ShapeDtypeStruct):
+        raise ValueError(f"{caller}: an abstract model has no weights: build or load it")
     try:
         rows = _rows(tokens, mask, vocab)
         if (limit := whole("max_new_tokens", limit)) < 1:
@@ -117,8 +125,12 @@ def _keys(key: Any, batch: int, needed: bool) -> Key[Array, " batch"]:
         if needed:
             raise ValueError("sampling at a temperature above 0 needs a key")
         key = jax.random.key(0)
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise ValueError(f"key must be a key such as jax.random.key(0), got {key!r}")
+    if key.dtype == np.uint32:  # of the older kind
         key = jax.random.wrap_key_data(key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"key must be a key such as jax.random.key(0), got an array of {key.dtype}")
     if key.shape == ():
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
     if key.shape != (batch,):
@@ -127,7 +139,10 @@ def _keys(key: Any, batch: int, needed: bool) -> Key[Array, " batch"]:
 
 
 def _stops(stop_ids: Any, vocab: int) -> Int[np.ndarray, " stops"]:
-    ids = () if stop_ids is None else (stop_ids,) if np.ndim(stop_ids) == 0 else tuple(stop_ids)
+    try:
+        ids = [] if stop_ids is None else list(stop_ids)
+    except TypeError:  # a single one
+        ids = [stop_ids]
     ids = [whole("a stop id", i) for i in ids]
     for i in ids:
         if not 0 <= i < vocab:

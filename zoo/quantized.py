@@ -96,8 +96,8 @@ def cast(source: np.ndarray, out: np.ndarray) -> None:
                 if wide is not target:
                     _copy(wide, target)
         elif source.dtype == np.float64 and out.dtype == ml_dtypes.bfloat16:
-            for index in pieces(source.shape):
-                _copy(_to_odd(source[index]), out[index])
+            for index in pieces(source.shape, PIECE // 4):  # there are several temporaries
+                _copy(_untied(source[index]), out[index])
         else:
             _copy(source, out)
 
@@ -243,14 +243,17 @@ def _widen(raw: np.ndarray, form: _Small, out: np.ndarray, times: np.ndarray | n
     np.multiply(out, times, out=out)
 
 
-def _to_odd(source: np.ndarray) -> np.ndarray:
-    """Float64 as float32, towards zero, with the last bit set where anything was lost: rounds rightly once more."""
+def _untied(source: np.ndarray) -> np.ndarray:
+    """Float64 as float32 that rounds on to bfloat16 as the float64 would: what only the first rounding put halfway
+    between two bfloat16s goes back to its side of the middle.
+    """
+    source = np.asarray(source, order="C")
     near = source.astype(np.float32)
-    bits = near.view(np.uint32)
-    back = near.astype(np.float64)
-    inexact = (back != source) & np.isfinite(near)
-    bits -= inexact & (np.abs(back) > np.abs(source))
-    bits |= inexact
+    bits = near.reshape(-1).view(np.uint32)
+    ties = np.flatnonzero(np.bitwise_and(bits, 0xFFFF) == 0x8000)
+    exact, rounded = (np.abs(array.reshape(-1)[ties]) for array in (source, near))
+    bits[ties] += exact > rounded
+    bits[ties] -= exact < rounded
     return near
 
 

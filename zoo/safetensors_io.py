@@ -107,12 +107,6 @@ class SafetensorsFile:
             start = info.start // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, start, info.end - start)
 
-    def prefetch(self, name: str) -> None:
-        """Has the system start to read a tensor from the disk, where it isn't in memory yet. Doesn't wait."""
-        info = self._info(name)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._open(), info.start, info.end - info.start, os.POSIX_FADV_WILLNEED)
-
     def read_into(self, name: str, out: np.ndarray, index: Sequence[slice | int] = ()) -> None:
         """Writes `tensor[index]` into `out`, without room for a second tensor in between.
 

@@ -1,6 +1,7 @@
 """Choosing the next token from logits: the most probable one, or a draw from the best of them."""
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+# Beyond it the reciprocal is no ordinary float32; all tokens are as probable as each other long before.
+_HOTTEST = 1e30
 
 
 class Sampler(NamedTuple):
@@ -41,6 +45,7 @@ class Sampler(NamedTuple):
         if not 0 <= least <= 1:
             raise ValueError(f"min_p must be between 0 and 1, got {min_p}")
         tail = -1.0 if share == 1 else 1 - share
+        heat = min(heat, _HOTTEST)
         return cls(
             np.float32(heat), np.int32(vocab_size if top_k is None else top_k), np.float32(tail), np.float32(least)
         )
@@ -48,16 +53,22 @@ class Sampler(NamedTuple):
 
 def _number(name: str, value: Any) -> float:
     try:
+        if isinstance(value, bool | np.bool_ | str | bytes):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
 
 
 def whole(name: str, value: Any) -> int:
-    """`value` as an int. Raises ValueError, naming it `name`, unless it is a whole number."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+    """`value` as an int. Raises ValueError, naming it `name`, unless it is a whole number that fits into int32."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool | np.bool_) or not -(2**31) <= number < 2**31:
         raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return int(value)
+    return number
 
 
 @jax.named_scope("choose")

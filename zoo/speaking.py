@@ -312,7 +312,7 @@ class Speech:
         said = f"prompt: {_rate(len(self.prompt), first - start)} until the first token, compiling included"
         # The second token waits for its program to be compiled, so speed is counted from there.
         if len(rest) > 1:
-            said += f"; then {_rate(len(rest) - 1, rest[-1] - rest[0])} from the second on"
+            said += f"; then {_rate(len(rest) - 1, rest[-1] - rest[0])} after the second"
         notes.print(escape(f"{said}; {len(rest) + 1} new tokens: {ended}"), soft_wrap=True)
 
 

@@ -69,6 +69,8 @@ class Tokenizer:
         Special tokens that are spelled out in the text become such tokens either way. Bytes are taken for UTF-8.
         Raises ValueError for what is no text.
         """
+        if not isinstance(text, str | bytes):
+            raise ValueError(f"encode takes one text, and batch a list of them; got {one_line(repr(text), 80)}")
         try:
             text = text.decode() if isinstance(text, bytes) else text
             text.encode()  # half of a surrogate pair is in a string, but not in any text
@@ -83,8 +85,12 @@ class Tokenizer:
     def decode(self, ids: Any, skip_special: bool = True) -> str:
         """The text of a sequence of ids, without special tokens unless `skip_special` is False.
 
-        Bytes that are no UTF-8 show as U+FFFD. Raises ValueError for an id outside the vocabulary.
+        Bytes that are no UTF-8 show as U+FFFD. Raises ValueError for an id outside the vocabulary, and for more than
+        one row of ids.
         """
+        ids = list(ids)
+        if any(np.ndim(i) for i in ids):
+            raise ValueError("decode takes one row of ids, got several: decode them row by row")
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:

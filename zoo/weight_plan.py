@@ -253,7 +253,8 @@ class Planner:
             return None
         *lead, rows, columns = tensor.shape
         if self.block is None:
-            what, fitting = "matrix or row", [(), (1,), (1, 1), tuple(lead), (*lead, rows), (*lead, rows, 1)]
+            alone = [] if lead else [(), (1,), (1, 1)]
+            what, fitting = "matrix or row", [*alone, *([tuple(lead)] if lead else []), (*lead, rows), (*lead, rows, 1)]
         else:
             what = f"block of {self.block[0]} x {self.block[1]}"
             fitting = [(*lead, -(-rows // self.block[0]), -(-columns // self.block[1]))]

@@ -184,11 +184,13 @@ class Reader:
             self.files.file(tensor).read_into(tensor.name, target, there)
             return
         weight, factors = self.files.view(tensor), self.files.view(scale)
-        if weight.dtype == np.uint8:
+        # The byte 255 is no exponent: it stands for what is no number.
+        mxfp4 = weight.dtype == np.uint8
+        if (factors == 255).any() if mxfp4 else not np.isfinite(factors.astype(np.float32)).all():
+            self.problems.add("damaged", f"{scale} in {scale.file}, the scales of {tensor.name}, aren't all finite")
+        if mxfp4:
             _fill_mxfp4(layout.view(weight), layout.view(factors), index, out)
         else:
-            if not np.isfinite(factors.astype(np.float32)).all():
-                self.problems.add("damaged", f"{scale} in {scale.file}, the scales of {tensor.name}, aren't all finite")
             _fill_float8(weight, factors, self.block, layout, index, out)
         if left.done():
             self.files.release(tensor, scale)

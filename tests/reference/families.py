@@ -12,14 +12,10 @@ SEEDS = {
     "llama_head_dim": 1,
     "qwen2": 1,
     "qwen3_window": 2,
-    "qwen3_moe": 1,
-    "qwen3_moe_dense_prefix": 1,
-    "glm4_moe": 2,
-    "deepseek_v2_lite": 1,
-    "deepseek_v3_moonlight": 1,
-    "deepseek_v3_negative_bias": 7,
-    "deepseek_v32": 1,
     "olmo2_grouped": 23,
+    "mixtral": 1,
+    "qwen3_moe_dense_prefix": 1,
+    "glm4_moe": 4,
 }
 
 

@@ -107,7 +107,7 @@ def make(family):
 
 
 def main(families):
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     torch_side.quiet()
     for family in families or FAMILIES:
         golden_files.save(family, make(family))

@@ -38,6 +38,11 @@ def weight(name: str, shape: tuple[int, ...], family: str) -> np.ndarray:
     shared[f"model.layers.{number}.shared_head.head.weight"] = "lm_head.weight"
     name = shared.get(name, name)
     draw = normal(f"{SEEDS.get(family, 0)} {name}", shape)
+    if parts[-2] in ("q_a_proj", "kv_a_proj_with_mqa"):
+        # Latents so small that the epsilon of their norms shows; what comes after one in its matrix, the rotated key,
+        # isn't part of it.
+        rank = FAMILIES[family]["q_lora_rank" if parts[-2] == "q_a_proj" else "kv_lora_rank"]
+        draw[:rank] *= np.float32(0.03)
     if name.endswith("e_score_correction_bias"):
         return ROUTER_BIAS.get(family, 0.0) + 0.15 * draw
     if name.endswith("bias"):

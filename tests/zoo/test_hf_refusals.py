@@ -205,6 +205,7 @@ def test_the_same_things_turned_off_are_read(model_type):
         ({"torch_dtype": 16}, "dtype must be a floating dtype"),
         ({"model_type": None}, "model_type None is not known; there are llama, mistral"),
         ({"model_type": ["llama"]}, "model_type .*is not known"),
+        ({"model_type": "lama"}, "model_type 'lama' is not known; did you mean 'llama'. There are llama, mistral"),
         ({"model_type": "zamba"}, "model_type 'zamba' is not known; there are llama, .*, deepseek_v32, kimi_k2"),
     ],
 )
@@ -221,7 +222,13 @@ def test_a_file_must_have_the_sizes(model_type):
     for key in required:
         refused({k: v for k, v in file.items() if k != key}, f"^config: {key} is missing$")
     if experts := set(file) & {"num_experts", "num_local_experts"}:
-        refused({k: v for k, v in file.items() if k not in experts}, "^config: n_routed_experts is missing$")
+        refused({k: v for k, v in file.items() if k not in experts}, f"^config: {min(experts)} is missing$")
+
+
+def test_a_misspelt_key_is_not_a_missing_one():
+    file = tiny("llama")
+    file["num_key_value_head"] = file.pop("num_key_value_heads")
+    refused(file, "num_key_value_head isn't known; did you mean num_key_value_heads, which the file doesn't have")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "smollm3", "glm4_moe", "gpt_oss", "deepseek_v32"])

@@ -87,3 +87,9 @@ def test_warmup_cosine():
     for wrong in ({"steps": 0}, {"steps": 5, "warmup": 6}, {"steps": 5, "final_fraction": 2}):
         with pytest.raises(ValueError):
             warmup_cosine(1.0, **wrong)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", {"a": None}, Buffer(jnp.zeros(3))])
+def test_what_holds_no_parameter_is_refused(model):
+    with pytest.raises(ValueError, match=f"{type(model).__name__} holds no array that could be trained"):
+        trainable(model)

@@ -236,6 +236,19 @@ def test_codes_of_float8():
     assert np.isnan(out[0, 4])
 
 
+def test_every_code_alone():
+    """NaN and infinity are noticed without each other."""
+    for dtype, table in TABLES.items():
+        for code in range(256):
+            out = np.empty((2, 3), F32)
+            dequantise_fp8(np.full((2, 3), code, np.uint8).view(dtype), np.array(1.5, F32), None, out)
+            same(out, np.full((2, 3), table[code] * np.float32(1.5)))
+    for code in range(0x7C00, 0x7C02):
+        out = np.empty(1, F32)
+        cast(np.full(1, code, np.uint16).view(F16), out)
+        assert np.isinf(out[0]) if code == 0x7C00 else np.isnan(out[0])
+
+
 @pytest.mark.parametrize("special", [False, True], ids=["ordinary", "with NaN"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_blocks(dtype, special):
@@ -265,7 +278,9 @@ def test_grid_of_an_uneven_matrix():
         assert out[row, column] == 56 * (row // 128) + column // 128 + 1
 
 
-@pytest.mark.parametrize("extreme", [0.0, 2.0**7, 2.0**15, 3e38, 2.0**-149, np.inf, np.nan, -0.25])
+@pytest.mark.parametrize(
+    "extreme", [0.0, 2.0**7, 2.0**15, 3e38, 2.0**-149, np.inf, np.nan, -0.25, -(2.0**9), -(2.0**30)]
+)
 def test_extreme_scales(extreme):
     rng = np.random.default_rng(4)
     for dtype in (E4M3, E5M2):

@@ -296,14 +296,13 @@ def test_views_outlive_the_file(every):
     file = open_file(path)
     views = {name: file.read(name) for name in arrays}
     for name in arrays:
-        file.prefetch(name)
         file.release(name)
         assert raw(views[name]) == raw(arrays[name])
     file.close()
     file.close()
     path.unlink()
     assert all(raw(views[name]) == raw(arrays[name]) for name in arrays)
-    for call in (file.read, file.prefetch, lambda n: file.read_into(n, np.empty((7, 5), np.float32))):
+    for call in (file.read, lambda n: file.read_into(n, np.empty((7, 5), np.float32))):
         with pytest.raises(ValueError, match="every.safetensors' is closed"):
             call("F32.7x5")
 

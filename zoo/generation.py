@@ -120,10 +120,10 @@ def generate(
     *,
     mask: Any = None,
     max_new_tokens: int,
-    temperature: float = 0.0,
+    temperature: float | int = 0.0,
     top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
+    top_p: float | int | None = None,
+    min_p: float | int | None = None,
     stop_ids: Any = (),
     pad_id: int | None = None,
     allowed: int | None = None,
@@ -179,10 +179,10 @@ def stream(
     *,
     mask: Any = None,
     max_new_tokens: int,
-    temperature: float = 0.0,
+    temperature: float | int = 0.0,
     top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
+    top_p: float | int | None = None,
+    min_p: float | int | None = None,
     stop_ids: Any = (),
     pad_id: int | None = None,
     allowed: int | None = None,
@@ -205,16 +205,17 @@ def _stream(model: Any, asked: Request) -> Iterator[np.ndarray]:
     cache, rows = prefill(model, asked.tokens, asked.mask, controls, capacity=asked.capacity)
     done = np.zeros(len(asked.tokens), bool)
     for index in range(limit):
+        last = index == limit - 1
         # The first token doesn't wait until the next step, which may have to be compiled, has begun.
-        if 0 < index < limit - 1:
+        if index and not last:
             cache, ahead = step(model, cache, rows, controls)
         token = np.array(rows.token)
         _check_sound("stream", token, index)
         yield token
         done |= np.isin(token, controls.stop_ids)
-        if done.all():
+        if last or done.all():
             return
-        if index == 0 and limit > 1:
+        if not index:
             cache, ahead = step(model, cache, rows, controls)
         rows = ahead
 

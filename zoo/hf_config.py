@@ -32,9 +32,9 @@ def from_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
 
     Files of transformers 4 and 5 are read, with every spelling that is about; what one leaves out has the value that
     the class of transformers gives it, but for the sizes of a model and of its experts, which a file must have. Of
-    models that wrap a language model in `text_config` it is that model which is read. What a file says beside is kept in `extras`:
-    `architectures`, `dtype`, `quantization_config` (weights are dequantised when they are loaded), keys that aren't
-    known, and in `wrapper` what stands around a `text_config`.
+    models that wrap a language model in `text_config` it is that model which is read. What a file says beside is kept
+    in `extras`: `architectures`, `dtype`, `quantization_config` (weights are dequantised when they are loaded), keys
+    that aren't known, and in `wrapper` what stands around a `text_config`.
 
     **Raises:**
 

@@ -27,10 +27,10 @@ class Sampler(NamedTuple):
         cls,
         vocab_size: int,
         *,
-        temperature: float = 0.0,
+        temperature: float | int = 0.0,
         top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
+        top_p: float | int | None = None,
+        min_p: float | int | None = None,
     ) -> "Sampler":
         """From the arguments of `generate`. Raises ValueError, naming the argument, for one out of range."""
         heat = _number("temperature", temperature)

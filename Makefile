@@ -16,7 +16,7 @@ demo: $(VENV)/.installed-train
 	$(BIN)/overspill train --out $(OUT)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/parity $(ARGS)
 
 parity: $(VENV)/.installed-parity
 	OVERSPILL_PARITY=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/parity $(ARGS)

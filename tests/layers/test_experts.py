@@ -76,6 +76,31 @@ def test_more_rows_than_the_windows():
         close(got, expected, 1e-6)
 
 
+@pytest.mark.parametrize("used", [[0, 0, 3], [2, 5, 5, 5, 8], [], [8, 8, 8], list(range(9))], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_more_rows_than_experts(used, dtype):
+    """The rows have a copy of their expert each; those of nobody may hold anything and give zero."""
+    sizes = np.bincount(np.asarray(used, int), minlength=9)
+    x, weight, sizes, cotangent = problem(sizes, rows=9)
+    x, weight, cotangent = (a.astype(dtype) for a in (x, weight, cotangent))
+    expected = reference(x, weight, sizes, cotangent)
+    x[len(used) :], cotangent[len(used) :] = np.nan, np.inf
+    for got, wanted in zip(jax.jit(value_and_gradients)(x, weight, sizes, cotangent), expected, strict=True):
+        assert got.dtype == dtype
+        close(got, wanted, 1e-6 if dtype == "float32" else 4e-3)
+        assert np.all(np.asarray(got)[wanted == 0] == 0)
+
+
+@pytest.mark.parametrize(("rows", "experts", "sizes"), [
+    (4096, 16, (256, 64)), (700, 8, (256, 64)), (256, 24, (256, 16)), (32, 24, (32, 8)), (40, 1, (40,)), (3, 2, (3,)),
+])  # fmt: skip
+def test_small_groups_have_narrow_windows(rows, experts, sizes):
+    assert module._window_sizes(rows, experts) == sizes
+    arguments = problem(np.random.default_rng(1).multinomial(rows, np.ones(experts) / experts), rows=rows)
+    for got, expected in zip(jax.jit(value_and_gradients)(*arguments), reference(*arguments), strict=True):
+        close(got, expected, 1e-6)
+
+
 @jax.jit
 def ragged_side(x, weight, sizes, cotangent):
     y = module._rows_times_experts_ragged(x, weight, sizes, transpose=False)

@@ -31,9 +31,7 @@ def programs():
 def compiled(model, programs, *, batch=2, new=100, which="step"):
     """A compiled program, and its cache: that of `batch` prompts of one token."""
     asked = request("generate", model, np.ones((batch, 1), int), None, new, {}, (), None, None, None)
-    cache, rows = jax.eval_shape(
-        lambda: generation._prefill(model, asked.tokens, asked.mask, asked.controls, asked.capacity)
-    )
+    cache, rows = programs.prefill.eval_shape(model, asked.tokens, asked.mask, asked.controls, capacity=asked.capacity)
     arguments = (model, cache, rows, asked.controls, *([np.int32(new)] if which == "rest" else []))
     return getattr(programs, which).lower(*arguments).compile(), cache
 
@@ -85,8 +83,8 @@ def test_no_step_copies_the_weights(dtype, make, programs):
 
 def test_no_step_copies_experts_that_nobody_goes_to(make, programs):
     config = MoEConfig(
-        **small_models.GQA | {"hidden_size": 64}, **small_models.EXPERTS
-        | {"n_routed_experts": 64, "moe_intermediate_size": 48},
+        **small_models.GQA | {"hidden_size": 64, "max_position_embeddings": 128},
+        **small_models.EXPERTS | {"n_routed_experts": 64, "moe_intermediate_size": 48},
     )  # fmt: skip
     model = make(config)
     program, _ = compiled(model, programs, batch=2)

@@ -1,6 +1,7 @@
 """What attention keeps of the tokens before: filled by a prompt, then read and added to token by token."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -17,6 +18,16 @@ def stored_dtype(dtype: Any) -> Any:
     """
     size = jnp.dtype(dtype).itemsize
     return jnp.dtype(f"uint{8 * size}") if size < 4 and jax.default_backend() == "cpu" else jnp.dtype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _bits(x: Array, kept: Any) -> Array:
+    return lax.bitcast_convert_type(x, kept)
+
+
+@_bits.defjvp
+def _bits_jvp(kept: Any, primals: Any, tangents: Any) -> Any:
+    raise ValueError("there is no gradient through a cache of 16 bits or less on CPU, but through one of float32")
 
 
 class LayerCache(eqx.Module):
@@ -41,11 +52,14 @@ class LayerCache(eqx.Module):
         arrays, mine = dict(self.arrays), {}
         for name, entry in new.items():
             kept = arrays[name].dtype
-            bits = lax.bitcast_convert_type(entry.astype(self.dtype), kept)
+            entry = entry.astype(self.dtype)
+            if kept != self.dtype:
+                # Nobody reads what is fresh: there a gradient lacks nothing.
+                entry = _bits(lax.stop_gradient(entry) if self.fresh else entry, kept)
             at = (self.layer, *(0,) * (entry.ndim - 2), self.start, 0)
-            arrays[name] = lax.dynamic_update_slice(arrays[name], bits[None], at)
+            arrays[name] = lax.dynamic_update_slice(arrays[name], entry[None], at)
             own = lax.dynamic_index_in_dim(arrays[name], self.layer, keepdims=False)
-            mine[name] = lax.bitcast_convert_type(own, self.dtype)
+            mine[name] = own if kept == self.dtype else lax.bitcast_convert_type(own, self.dtype)
         return dataclasses.replace(self, arrays=arrays), mine
 
 
@@ -54,7 +68,8 @@ class Cache(eqx.Module):
 
     Every row has `capacity` slots, filled from the left and all rows alike: a token that isn't real (padding)
     takes up a slot and is seen by nobody. Positions, by contrast, count real tokens only, so left-padded rows
-    give what they would give alone.
+    give what they would give alone. Sliding windows count slots: with padding between real tokens, as after a
+    prompt that is padded on the right, a row sees less than it would alone.
     """
 
     arrays: dict[str, dict[str, Array]]  # by stack, then by the attention layer's own names

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from overspill.layers.attention import Attention
-from overspill.layers.cache import Cache, LayerCache
+from overspill.layers.cache import Cache, LayerCache, stored_dtype
 from overspill.layers.mask import attention_mask, cache_mask, within
 from overspill.layers.mla import MLA
 from overspill.layers.rotary import Rotary, YarnScaling
@@ -124,3 +124,30 @@ def test_a_layers_cache_is_handed_on_whole():
             assert set(after.arrays) == set(cache.arrays)
         else:
             assert getattr(after, field.name) is getattr(cache, field.name)
+
+
+def test_gradients_through_a_cache():
+    """Those of float32 are right; of fewer bits, on CPU, there are none, and that is said."""
+    key, rotary = jax.random.key(0), Rotary(8, 100.0, 32)
+    attention, x = layer("grouped", key), jax.random.normal(key, (1, 3, 20))
+    tables = rotary.tables(jnp.arange(3)[None])
+
+    def last(x, dtype, fresh):
+        def attend(part, cache, mask):
+            own = jax.tree.map(lambda t: t[:, part], tables)
+            return attention(x[:, part], tables=own, rotary=rotary, mask=mask, cache=cache)
+
+        arrays = {n: jnp.zeros((1, *s), stored_dtype(dtype)) for n, s in attention.cache_shapes(1, 3).items()}
+        cache = LayerCache(arrays, jnp.int32(0), jnp.int32(0), True, np.dtype(dtype))
+        if fresh:
+            return jnp.sum(jnp.sin(attend(slice(0, 3), cache, attention_mask(3))[0][:, -1]))
+        _, cache = attend(slice(0, 2), cache, attention_mask(2))
+        cache = dataclasses.replace(cache, start=jnp.int32(2), fresh=False)
+        return jnp.sum(jnp.sin(attend(slice(2, 3), cache, attention_mask(3)[:, 2:])[0]))
+
+    whole = jax.grad(last)(x, "float32", True)
+    assert np.all(np.linalg.norm(whole, axis=-1) > 1e-4)
+    np.testing.assert_allclose(jax.grad(last)(x, "float32", False), whole, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(jax.grad(last)(x, "bfloat16", True), whole, rtol=1e-4, atol=1e-7)
+    with pytest.raises(ValueError, match="there is no gradient through a cache of 16 bits or less on CPU"):
+        jax.grad(last)(x, "bfloat16", False)

@@ -37,6 +37,8 @@ class WeightIndex:
     - `absent`: tensors that the index expects in a file that hasn't got them -> that file.
     - `unlisted`: tensors in a file that the index doesn't expect there -> those files. Some may be in `files` as well:
       the index decides which of two is meant.
+    - `damage`: what is wrong with files, where `read_index` was to go on with the others; empty if nothing is. Tensors
+      in files that are damaged, missing or outside the folder are in `files` alone.
     """
 
     folder: pathlib.Path
@@ -46,9 +48,10 @@ class WeightIndex:
     tensors: dict[str, TensorInfo]
     absent: dict[str, str]
     unlisted: dict[str, tuple[str, ...]]
+    damage: str = ""
 
 
-def read_index(folder: str | os.PathLike) -> WeightIndex:
+def read_index(folder: str | os.PathLike, *, partial: bool = False) -> WeightIndex:
     """What a folder downloaded from the Hugging Face Hub, or saved by transformers or Overspill, holds.
 
     `model.safetensors.index.json` (or the only `*.safetensors.index.json`) decides, and files it doesn't name are not
@@ -59,7 +62,8 @@ def read_index(folder: str | os.PathLike) -> WeightIndex:
     `models--org--name/snapshots/revision/` to `models--org--name/blobs/`. Files that have to be unpickled are refused.
 
     Raises `BadIndex`, which lists everything found wrong: files that are missing, damaged, or outside the folder, a
-    malformed index, and, where there is none, a tensor that is in two files.
+    malformed index, and, where there is none, a tensor that is in two files. With `partial` files that an index names
+    and that are wrong don't raise: `damage` tells of them, and the others are read.
     """
     folder = pathlib.Path(folder)
     if not folder.is_dir():
@@ -73,15 +77,18 @@ def read_index(folder: str | os.PathLike) -> WeightIndex:
         first.setdefault(file, tensor)
     problems: list[str] = []
     paths, held = _open_all(folder, first, problems)
-    _raise(index, problems)
-    tensors = {tensor: held[file][tensor] for tensor, file in files.items() if tensor in held[file]}
-    absent = {tensor: file for tensor, file in files.items() if tensor not in held[file]}
+    if not partial:
+        _raise(index, problems)
+    sound = {tensor: file for tensor, file in files.items() if file in held}
+    tensors = {tensor: held[file][tensor] for tensor, file in sound.items() if tensor in held[file]}
+    absent = {tensor: file for tensor, file in sound.items() if tensor not in held[file]}
     unlisted: dict[str, tuple[str, ...]] = {}
     for file, infos in held.items():
         for tensor in infos:
             if files.get(tensor) != file:
                 unlisted[tensor] = (*unlisted.get(tensor, ()), file)
-    return WeightIndex(folder, files, total_size, paths, tensors, absent, unlisted)
+    damage = _told(index, problems) if problems else ""
+    return WeightIndex(folder, files, total_size, paths, tensors, absent, unlisted, damage)
 
 
 def _find_index(folder: pathlib.Path) -> pathlib.Path | None:
@@ -223,6 +230,10 @@ def _names(names: Iterable[str | pathlib.Path]) -> str:
 
 def _raise(where: pathlib.Path, problems: list[str]) -> None:
     if problems:
-        more = len(problems) - _LISTED
-        text = "; ".join(problems[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
-        raise BadIndex(f"{str(where)!r}: {text}")
+        raise BadIndex(_told(where, problems))
+
+
+def _told(where: pathlib.Path, problems: list[str]) -> str:
+    more = len(problems) - _LISTED
+    text = "; ".join(problems[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
+    return f"{str(where)!r}: {text}"

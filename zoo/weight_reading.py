@@ -8,7 +8,6 @@ looked at where the system has mapped them, and let go of.
 import concurrent.futures
 import functools
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .quantized import cast, dequantise_fp8, dequantise_mxfp4
-from .safetensors_header import BadFile, TensorInfo
+from .safetensors_header import BadFile
 from .safetensors_io import SafetensorsFile
 from .weight_index import read_index
 from .weight_plan import MXFP4_VALUES, PLAIN, Equal, Fill, Plan, Problems, Tensor, is_leftover
@@ -53,22 +52,19 @@ class Files:
         self._open: dict[str, SafetensorsFile] = {}
         self._lock = threading.Lock()
         try:
-            index = read_index(folder)
-            where, self._paths, found, absent, unlisted = (
-                index.files, index.paths, index.tensors, index.absent, index.unlisted
-            )  # fmt: skip
+            index = read_index(folder, partial=True)
         except BadFile as error:
             problems.add("damaged", str(error))
-            where, self._paths, found = _salvage(folder)
-            absent, unlisted = {}, {}
-            if not found:
-                problems.check()
-        self.tensors = {name: Tensor(name, where[name], info.dtype, info.shape) for name, info in found.items()}
-        self.lost = set(where) - set(found)
-        for name, file in absent.items():
+            problems.check()
+        if index.damage:
+            problems.add("damaged", index.damage)
+        self._paths, found = index.paths, index.tensors
+        self.tensors = {name: Tensor(name, index.files[name], info.dtype, info.shape) for name, info in found.items()}
+        self.lost = set(index.files) - set(found)
+        for name, file in index.absent.items():
             problems.add("damaged", f"{name} isn't in {file}, where the index says it is")
-        for name, files in unlisted.items():
-            if name not in where and not is_leftover(name):
+        for name, files in index.unlisted.items():
+            if name not in index.files and not is_leftover(name):
                 problems.add("unexpected", f"{name} is in {files[0]}, and the index doesn't list it")
 
     def file(self, tensor: Tensor) -> SafetensorsFile:
@@ -96,29 +92,6 @@ class Files:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def _salvage(folder: pathlib.Path) -> tuple[dict[str, str], dict[str, pathlib.Path], dict[str, TensorInfo]]:
-    """What is left of a folder with damage that has been reported: {tensor: file}, the sound files, their tensors.
-
-    So that one error can tell of a broken file and of what is wrong in the others.
-    """
-    try:
-        files = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"]
-        names = sorted({file for file in files.values() if pathlib.PurePath(file).name == file})
-    except Exception:  # no index, or nothing like one
-        return {}, {}, {}
-    paths, found = {}, {}
-    for name in names:
-        if not name.endswith(".safetensors") or (folder / name).is_symlink():  # what may lead elsewhere isn't touched
-            continue
-        try:
-            with SafetensorsFile(folder / name) as file:
-                found |= {tensor: info for tensor, info in file.tensors.items() if files.get(tensor) == name}
-                paths[name] = folder / name
-        except (BadFile, OSError):
-            continue
-    return files, paths, found
 
 
 Job = Callable[[], None]

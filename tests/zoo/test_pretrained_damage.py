@@ -173,6 +173,40 @@ def test_one_error_lists_everything(tmp_path, sound):
     assert not any(name in told for name, file in lost.items() if file == SHARDS[1])
 
 
+def test_nothing_of_a_file_outside_the_folder_is_told(tmp_path, sound):
+    """One that a link leads to is refused, and not looked into for the list of what else is wrong."""
+    tensors = dict(sound)
+    del tensors["model.norm.weight"]
+    folder = write_folder(tmp_path / "model", FAMILIES[FAMILY], tensors, shards=3)
+    where = json.loads((folder / INDEX).read_text())["weight_map"]
+    inside = [name for name, file in where.items() if file == SHARDS[1]]
+    write_raw(tmp_path / "outside.safetensors", {name: raw(np.ones((7, 5), "f4")) for name in inside})
+    (folder / SHARDS[1]).unlink()
+    (folder / SHARDS[1]).symlink_to(tmp_path / "outside.safetensors")
+    with pytest.raises(WeightMismatch, match="is a link out of the folder") as error:
+        zoo.load(folder)
+    assert "[7, 5]" not in str(error.value)
+    assert [line.split(",")[0] for line in error.value.problems["missing"]] == ["model.norm.weight"]
+
+
+def test_one_error_lists_everything_in_the_cache_of_the_hub_too(tmp_path, sound):
+    """Where every file is a link to a blob."""
+    tensors = dict(sound)
+    del tensors["model.norm.weight"]
+    model = tmp_path / "models--org--name"
+    folder = write_folder(model / "snapshots" / "0123", FAMILIES[FAMILY], tensors, shards=3)
+    (model / "blobs").mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(model / "blobs" / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    rewrite(model / "blobs" / SHARDS[1], lambda data: data[:-1])
+    with pytest.raises(WeightMismatch) as error:
+        zoo.load(folder)
+    problems = error.value.problems
+    assert set(problems) == {"damaged", "missing"} and SHARDS[1] in problems["damaged"][0]
+    assert [line.split(",")[0] for line in problems["missing"]] == ["model.norm.weight"]
+
+
 def test_long_lists_are_cut_and_counted(tmp_path, sound):
     tensors = {name: array for name, array in sound.items() if ".layers." not in name}
     count = len(sound) - len(tensors)

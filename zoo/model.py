@@ -173,27 +173,34 @@ class LanguageModel(eqx.Module):
         """
         check_inputs(tokens, positions, segment_ids, mask)
         self = named(self)
-        per_layer, stats = self.layer_inputs(), {}
-        if cache is not None:
-            return self._cached(tokens, positions, segment_ids, mask, cache, checkpoint)
-        shared = self.shared_inputs(tokens, positions, segment_ids, mask)
-        x = self.embedding(tokens)
+        x, handles = self.embedding(tokens), {}
+        if cache is None:
+            shared = self.shared_inputs(tokens, positions, segment_ids, mask)
+        else:
+            if segment_ids is not None or checkpoint is not None:
+                raise ValueError("a cache is for generating: it goes with neither segment_ids nor checkpoint")
+            # There is no error to raise in a compiled program: what doesn't fit must not pass for an answer.
+            x = jnp.where(cache.overflows(tokens.shape[1]), jnp.nan, x)
+            shared, cache, handles = self._cached_inputs(tokens, positions, mask, cache)
+        per_layer, stats, arrays = self.layer_inputs(), {}, {}
         for name, stack in self.stacks().items():
-            x, result = stack(x, checkpoint=checkpoint, per_layer=per_layer.get(name), **shared)
+            options = {"checkpoint": checkpoint, "per_layer": per_layer.get(name), "cache": handles.get(name)}
+            x, result, *held = stack(x, **options, **shared)
             if result is not None:
                 stats[name] = result
-        return self.norm(x), stats
+            if cache is not None:
+                (arrays[name],) = held
+        states = self.norm(x)
+        return (states, stats) if cache is None else (states, stats, dataclasses.replace(cache, arrays=arrays))
 
-    def _cached(
-        self, tokens: Any, positions: Any, segment_ids: Any, mask: Any, cache: Cache, checkpoint: Any
-    ) -> tuple[Any, Any, Cache]:
-        if segment_ids is not None or checkpoint is not None:
-            raise ValueError("a cache is for generating: it goes with neither segment_ids nor checkpoint")
+    def _cached_inputs(
+        self, tokens: Any, positions: Any, mask: Any, cache: Cache
+    ) -> tuple[dict[str, Any], Cache, dict[str, LayerCache]]:
+        """`shared_inputs` of tokens that follow those in a cache, the cache with slots for them, and its parts by
+        stack."""
         batch, length = tokens.shape
         cache.check(batch, length)
         start, fresh = cache.length, cache.fresh
-        # There is no error to raise in a compiled program: what doesn't fit must not pass for an answer.
-        overflow = cache.overflows(length)
         real = jnp.ones(tokens.shape, bool) if mask is None else mask
         cache, own_positions = cache.admit(real)
         positions = jnp.broadcast_to(own_positions if positions is None else positions, tokens.shape)
@@ -207,14 +214,9 @@ class LanguageModel(eqx.Module):
             else cache_mask(cache.valid, start, length, window=self.window),
             "token_mask": mask,
         }
-        per_layer, stats, arrays = self.layer_inputs(), {}, {}
-        x = jnp.where(overflow, jnp.nan, self.embedding(tokens))
-        for name, stack in self.stacks().items():
-            handle = LayerCache(cache.arrays[name], jnp.zeros((), jnp.int32), start, fresh, cache.dtype)
-            x, result, arrays[name] = stack(x, cache=handle, per_layer=per_layer.get(name), **shared)
-            if result is not None:
-                stats[name] = result
-        return self.norm(x), stats, dataclasses.replace(cache, arrays=arrays)
+        first = jnp.zeros((), jnp.int32)
+        handles = {n: LayerCache(arrays, first, start, fresh, cache.dtype) for n, arrays in cache.arrays.items()}
+        return shared, cache, handles
 
     @jax.named_scope("language_model")
     def __call__(

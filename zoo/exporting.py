@@ -119,9 +119,9 @@ def _check_finite(array: np.ndarray, part: _Part) -> None:
     rows = max(1, _CHUNK * len(array) // max(array.size, 1))
     for i in range(0, len(array), rows):
         if not np.isfinite(array[i : i + rows]).all():
-            place = part.leaf.path + (f"[{', '.join(map(str, part.piece.index))}]" if part.piece.index else "")
             raise ValueError(
-                f"{place} ({part.piece.name}) holds numbers that aren't finite in {array.dtype}; nothing was written"
+                f"{part.piece.place} ({part.piece.name}) holds numbers that aren't finite in {array.dtype}; "
+                "nothing was written"
             )
 
 

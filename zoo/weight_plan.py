@@ -215,8 +215,7 @@ class Planner:
     def _fill(self, leaf: Leaf, piece: Piece) -> Fill | None:
         shape = leaf.piece_shape(piece)
         there = piece.layout.tensor_shape(shape)
-        place = leaf.path + (f"[{', '.join(map(str, piece.index))}]" if piece.index else "")
-        wanted = f"for {place} {list(shape)}"
+        wanted = f"for {piece.place} {list(shape)}"
         if piece.packed:
             return self._packed(piece, shape, there, wanted)
         tensor = self._take(piece.name, wanted)

@@ -196,6 +196,11 @@ class Piece(NamedTuple):
     layout: Layout
     packed: bool
 
+    @property
+    def place(self) -> str:
+        """Which part of which array it is, as errors say it."""
+        return self.leaf + (f"[{', '.join(map(str, self.index))}]" if self.index else "")
+
 
 class Leaf(NamedTuple):
     """An array of a model, and how files may spell it; `layers` are its layers where it is stacked."""
@@ -262,6 +267,5 @@ def names(model: LanguageModel) -> dict[str, str]:
     table: dict[str, list[str]] = {}
     for leaf in leaves(model):
         for piece in leaf.pieces(leaf.sources[0]):
-            index = f"[{', '.join(map(str, piece.index))}]" if piece.index else ""
-            table.setdefault(piece.name, []).append(piece.leaf + index)
+            table.setdefault(piece.name, []).append(piece.place)
     return {name: " and ".join(places) for name, places in table.items()}

@@ -14,11 +14,11 @@ from ..layers.stack import Stack, recut, resegment as resegment_stack
 from ..policies.placing import place
 from .config import Config, LlamaConfig
 from .deepseek import DeepSeek
+from .hf_config import from_config
 from .llama import Llama
 from .mixture import Mixture
 from .model import LanguageModel, check_boundaries, inner_boundaries
 from .moe_config import DeepSeekConfig, MoEConfig
-from .registry import find_config
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _FAMILIES: dict[type[Config], type[LanguageModel]] = {LlamaConfig: Llama, MoECon
 
 
 def _maker(name_or_config: Any, dtype: Any, segments: Sequence[int], scan: bool) -> Callable[..., Any]:
-    config = find_config(name_or_config)
+    config = from_config(name_or_config)
     family = _FAMILIES.get(type(config))
     if family is None:
         raise ValueError(f"no family of models is built from a {type(config).__name__}")

@@ -26,9 +26,9 @@ from . import artifacts, checkpoint_io
 from .building import abstract, build, parameters
 from .data import ByteTokenizer, PackedDataset, Position, load_corpus
 from .generation import generate
+from .hf_config import from_config
 from .loop import Record, TrainingDiverged, train
 from .optimizer import adamw, warmup_cosine
-from .registry import find_config
 from .train import Step, TrainState, init_state, make_train_step
 
 _VALIDATION_BATCHES = 16
@@ -95,7 +95,7 @@ def prepare(options: Options) -> "Run":
         options.prompt.encode()
     except UnicodeEncodeError:
         raise ValueError(f"prompt {options.prompt!r} is no valid text") from None
-    config = find_config(options.model)
+    config = from_config(options.model)
     if options.sequence_length > config.max_position_embeddings:
         raise ValueError(
             f"sequence length {options.sequence_length} is longer than {options.model} was made for "

@@ -8,10 +8,11 @@ import pathlib
 import pytest
 
 from overspill.layers.rotary import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
+from overspill.zoo.building import abstract
 from overspill.zoo.config import LlamaConfig
 from overspill.zoo.hf_config import from_config
 from overspill.zoo.model_types import MODEL_TYPES
-from overspill.zoo.registry import find_config
+from overspill.zoo.registry import REGISTRY
 
 _spec = importlib.util.spec_from_file_location("hf_files", pathlib.Path(__file__).with_name("hf_files.py"))
 hf_files = importlib.util.module_from_spec(_spec)
@@ -430,10 +431,10 @@ def test_a_config_comes_from_paths_dictionaries_names_and_itself(tmp_path, monke
     path = tmp_path / "config.json"
     path.write_text("\ufeff" + json.dumps(file), encoding="utf-8")
     for source in (path, tmp_path, str(path), str(tmp_path), config, dict(file)):
-        assert from_config(source) == find_config(source) == config
+        assert from_config(source) == abstract(source).config == config
     assert from_config(config) is config
     named = from_config("llama-3.2-1b")
-    assert named.head_dim == 64 and find_config("llama-3.2-1b") is named
+    assert named.head_dim == 64 and REGISTRY["llama-3.2-1b"] is named
     # A registered name goes before a folder of that name; ./ says the folder.
     monkeypatch.chdir(tmp_path)
     pathlib.Path("llama-3.2-1b").mkdir()

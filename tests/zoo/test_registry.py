@@ -9,7 +9,7 @@ from overspill.zoo.building import parameters
 from overspill.zoo.config import LlamaConfig
 from overspill.zoo.hf_config import from_config, to_hf
 from overspill.zoo.moe_config import DeepSeekConfig, MoEConfig
-from overspill.zoo.registry import REGISTRY, find_config
+from overspill.zoo.registry import REGISTRY
 
 # Total, active, and one module of multi-token prediction, where these differ and are.
 COUNTS = {
@@ -143,7 +143,7 @@ def test_counts_of_the_models_that_are_built(name):
 def test_registered_models_are_what_a_file_of_theirs_would_say(name):
     config = REGISTRY[name]
     assert from_config(to_hf(config)) == config and config.model_type is not None
-    assert find_config(name) is config and hash(config) == hash(dataclasses.replace(config))
+    assert from_config(name) is config and hash(config) == hash(dataclasses.replace(config))
 
 
 def test_names_of_one_model_and_its_likes():
@@ -278,9 +278,9 @@ def test_what_the_sizes_do_not_show(name):
 
 
 def test_the_registry_finds_models_and_near_names():
-    config = find_config("llama-3.2-1b")
-    assert config.head_dim == 64 and config.tie_word_embeddings and find_config(config) is config
+    config = from_config("llama-3.2-1b")
+    assert config.head_dim == 64 and config.tie_word_embeddings and from_config(config) is config
     with pytest.raises(ValueError, match="no model is called 'Llama-3.2-1'; did you mean 'llama-3.2-1b'"):
-        find_config("Llama-3.2-1")
+        from_config("Llama-3.2-1")
     with pytest.raises(ValueError, match="no model is called 'zebra'; there are llama-2-7b, "):
-        find_config("zebra")
+        from_config("zebra")

@@ -12,12 +12,10 @@ from typing import Any
 
 from .exporting import Output
 from .safetensors_io import write_file
+from .tokenizer import FILES
 
-# What belongs to a tokenizer in a model's folder.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+# What belongs to a tokenizer in a model's folder: our own's files, and the vocabularies of other libraries.
+TOKENIZER_FILES = (*FILES, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # What else may be in the folder of a model, and may be lost when another takes its place.
 _SUFFIXES = {".json", ".jinja", ".safetensors", ".md"}

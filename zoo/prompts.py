@@ -68,7 +68,7 @@ def request(
         sampler = Sampler.of(vocab, **drawing)
         if allowed is not None and not 1 <= whole("allowed", allowed) <= vocab:
             raise ValueError(f"allowed must be in 1..{vocab}, got {allowed}")
-        if pad_id is not None and not 0 <= whole("pad_id", pad_id) < 2**31:
+        if pad_id is not None and whole("pad_id", pad_id) < 0:
             raise ValueError(f"pad_id must be a token id, 0 or more, got {pad_id}")
         controls = Controls(
             sampler,

@@ -13,8 +13,8 @@ from .hub import fetch, model_ids, need, one_line, read_optional
 from .streaming import Streamer
 
 # What a model folder holds of its tokenizer, in the order of how much depends on it.
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-          "chat_template.jinja", "chat_template.json", "generation_config.json")  # fmt: skip
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+         "chat_template.jinja", "chat_template.json", "generation_config.json")  # fmt: skip
 _TEMPLATE_FOLDER = "additional_chat_templates"
 # Vocabularies of other libraries, which say what the tokens are and not all of how text is cut into them.
 _OTHERS = {
@@ -166,10 +166,10 @@ class Tokenizer:
         """
         target = pathlib.Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        if not (self.folder / _FILES[0]).is_file():
-            raise ValueError(f"the tokenizer can't be saved: {str(self.folder / _FILES[0])!r}, its source, is gone")
+        if not (self.folder / FILES[0]).is_file():
+            raise ValueError(f"the tokenizer can't be saved: {str(self.folder / FILES[0])!r}, its source, is gone")
         templates = sorted(self.folder.glob(f"{_TEMPLATE_FOLDER}/*.jinja"))
-        names = [*_FILES, *(f"{_TEMPLATE_FOLDER}/{file.name}" for file in templates)]
+        names = [*FILES, *(f"{_TEMPLATE_FOLDER}/{file.name}" for file in templates)]
         for name in names:
             source, to = self.folder / name, target / name
             if not source.is_file() or (to.exists() and to.samefile(source)):

@@ -41,12 +41,6 @@ def test_arguments_that_cannot_be(configs, make, change, message):
             call(model, np.zeros((1, 3), int), **{"max_new_tokens": 2} | change)
 
 
-    model = make(configs["llama"])
-    for call in (zoo.generate, zoo.stream):
-        with pytest.raises(ValueError, match=f"{call.__name__}: .*{message}"):
-            call(model, np.zeros((1, 3), int), **{"max_new_tokens": 2} | change)
-
-
 def test_what_is_no_model(configs, make):
     model = zoo.abstract(configs["llama"])
     with pytest.raises(ValueError, match="an abstract model has no weights"):

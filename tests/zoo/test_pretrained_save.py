@@ -441,7 +441,7 @@ class TestTokenizers:
     def test_files_of_a_folder(self, tmp_path):
         source = tmp_path / "source"
         source.mkdir()
-        files = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+        files = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
         for name in (*files, "notes.txt", "model.safetensors"):
             (source / name).write_text(name)
         zoo.save(random_model(LLAMA), tmp_path / "new", tokenizer=source)

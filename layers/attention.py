@@ -1,6 +1,6 @@
 """Multi-head and grouped-query attention (Vaswani et al., 2017; Ainslie et al., 2023)."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -9,6 +9,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
+from ..policies.axes import any_mesh
 from .cache import LayerCache
 from .linear import Linear, check_input, check_sizes, normal
 from .mask import within
@@ -17,6 +18,7 @@ from .rotary import Rotary, Tables
 
 
 @jax.named_scope("dot_product_attention")
+@any_mesh
 def dot_product_attention(
     query: Float[Array, "batch queries heads head_dim"],
     key: Float[Array, "batch keys kv_heads head_dim"],
@@ -77,6 +79,7 @@ class Attention(eqx.Module):
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     sinks: Float[Array, " heads"] | None
+    axes: ClassVar[dict[str, str]] = {"sinks": "heads"}
     query: Activation
     key: Activation
     value: Activation
@@ -113,23 +116,26 @@ class Attention(eqx.Module):
         query_key, key_key, value_key, output_key = jax.random.split(key, 4)
         query_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         options = {"use_bias": qkv_bias, "std": std, "dtype": dtype}
-        self.query_projection = Linear(hidden_size, query_size, key=query_key, **options)
-        self.key_projection = Linear(hidden_size, kv_size, key=key_key, **options)
-        self.value_projection = Linear(hidden_size, kv_size, key=value_key, **options)
+        heads, kv_heads = f"heads={num_heads}", f"kv_heads={num_kv_heads}"
+        self.query_projection = Linear(hidden_size, query_size, axes=f"{heads} embed", key=query_key, **options)
+        self.key_projection = Linear(hidden_size, kv_size, axes=f"{kv_heads} embed", key=key_key, **options)
+        self.value_projection = Linear(hidden_size, kv_size, axes=f"{kv_heads} embed", key=value_key, **options)
         self.output_projection = Linear(
-            query_size, hidden_size, use_bias=output_bias, std=std, dtype=dtype, key=output_key
+            query_size, hidden_size, axes=f"embed {heads}", use_bias=output_bias, std=std, dtype=dtype, key=output_key
         )
         # OLMo-2, the family with the norm over the whole projection, multiplies by the scale before it rounds.
         sizes = {"head": (head_dim, head_dim), "full": (query_size, kv_size), None: (None, None)}[qk_norm]
+        axes = ("head_dim", "head_dim") if qk_norm == "head" else (heads, kv_heads)
+        options = {"eps": norm_eps, "dtype": dtype, "downcast_first": qk_norm == "head"}
         self.query_norm, self.key_norm = (
-            None if size is None else RMSNorm(size, eps=norm_eps, dtype=dtype, downcast_first=qk_norm == "head")
-            for size in sizes
+            None if size is None else RMSNorm(size, axes=axis, **options)
+            for size, axis in zip(sizes, axes, strict=True)
         )
         self.sinks = normal(jax.random.fold_in(key, 4), (num_heads,), std, dtype) if sinks else None
-        self.query = Activation("query")
-        self.key = Activation("key")
-        self.value = Activation("value")
-        self.context = Activation("context")
+        self.query = Activation("query", axes="batch sequence heads head_dim")
+        self.key = Activation("key", axes="batch sequence kv_heads head_dim")
+        self.value = Activation("value", axes="batch sequence kv_heads head_dim")
+        self.context = Activation("context", axes="batch sequence heads head_dim")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -151,6 +157,7 @@ class Attention(eqx.Module):
         return {"key": shape, "value": shape}
 
     @jax.named_scope("attention")
+    @any_mesh
     def __call__(
         self,
         x: Float[Array, "batch sequence features"],

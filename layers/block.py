@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..policies.activation import Activation
+from ..policies.axes import any_mesh, constrain
 from .attention import Attention
 from .cache import LayerCache
 from .linear import check_input
@@ -69,12 +70,12 @@ class Block(eqx.Module):
         self.mlp = feed_forward if isinstance(feed_forward, MLP) else None
         self.moe = feed_forward if isinstance(feed_forward, MoE) else None
         before = norm_placement == "before"
-        self.block_input = Activation("block_input", recomputable=False)
-        self.attention_input = Activation("attention_input") if before else None
-        self.attention_output = None if before else Activation("attention_output")
-        self.attention_residual = Activation("attention_residual")
-        self.feed_forward_input = Activation("feed_forward_input") if before else None
-        self.feed_forward_output = None if before else Activation("feed_forward_output")
+        self.block_input = Activation("block_input", recomputable=False, axes="batch sequence embed")
+        self.attention_input = Activation("attention_input", axes="batch sequence embed") if before else None
+        self.attention_output = None if before else Activation("attention_output", axes="batch sequence embed")
+        self.attention_residual = Activation("attention_residual", axes="batch sequence embed")
+        self.feed_forward_input = Activation("feed_forward_input", axes="batch sequence embed") if before else None
+        self.feed_forward_output = None if before else Activation("feed_forward_output", axes="batch sequence embed")
         self.norm_placement = norm_placement
 
     def cache_shapes(self, batch: int, capacity: int) -> dict[str, tuple[int, ...]]:
@@ -82,6 +83,7 @@ class Block(eqx.Module):
         return self.attention.cache_shapes(batch, capacity)
 
     @jax.named_scope("block")
+    @any_mesh
     def __call__(
         self,
         x: Float[Array, "batch sequence features"],
@@ -124,4 +126,5 @@ class Block(eqx.Module):
         update, stats = (self.mlp(normed), None) if self.moe is None else self.moe(normed, token_mask=token_mask)
         if not before:
             update = self.feed_forward_norm(self.feed_forward_output(update))
-        return (x + update, stats) if cache is None else (x + update, stats, cache)
+        x = constrain(x + update, "batch sequence embed")
+        return (x, stats) if cache is None else (x, stats, cache)

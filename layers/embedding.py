@@ -1,6 +1,6 @@
 """Token embedding, and its use as the tied output head."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
+from ..policies.axes import any_mesh, constrain, gather
 from .linear import check_input, check_sizes, normal
 
 
@@ -38,6 +39,8 @@ class Embedding(eqx.Module):
 
     weight: Float[Array, "vocab_size features"]
 
+    axes: ClassVar[dict[str, str]] = {"weight": "vocab embed"}
+
     def __init__(
         self, vocab_size: int, features: int, *, std: float = 0.02, dtype: Any = jnp.float32, key: PRNGKeyArray
     ):
@@ -46,6 +49,7 @@ class Embedding(eqx.Module):
         self.weight = normal(key, (vocab_size, features), std, dtype)
 
     @jax.named_scope("embedding")
+    @any_mesh
     def __call__(self, tokens: Num[Array, "batch sequence"]) -> Float[Array, "batch sequence features"]:
         """The rows of `tokens`, `[batch, sequence, features]` in the weight's dtype.
 
@@ -55,10 +59,14 @@ class Embedding(eqx.Module):
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             shape = ", ".join(str(n) for n in tokens.shape)
             raise ValueError(f"Embedding: expected integer token ids [batch, sequence], got {tokens.dtype}[{shape}]")
-        return self.weight.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        weight = gather(self.weight, self.axes["weight"])
+        rows = weight.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return constrain(rows, "batch sequence embed")
 
     @jax.named_scope("tied_head")
+    @any_mesh
     def attend(self, x: Float[Array, "*axes features"]) -> Float[Array, "*axes vocab_size"]:
         """Logits `x @ weight.T` in the dtype of `x`: the output head of a model with tied embeddings."""
         check_input("Embedding.attend", x, self.weight.shape[1])
-        return jax.lax.dot_general(x, self.weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+        weight = gather(self.weight.astype(x.dtype), self.axes["weight"])
+        return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))

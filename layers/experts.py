@@ -1,7 +1,7 @@
 """Routed experts: rows sorted by expert, one grouped matmul per projection, and back. No capacity, no drops."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -299,6 +299,14 @@ class Experts(eqx.Module):
     gate_bias: Float[Array, "experts expert_size"] | None
     up_bias: Float[Array, "experts expert_size"] | None
     down_bias: Float[Array, "experts features"] | None
+    axes: ClassVar[dict[str, str]] = {
+        "gate_weight": "experts mlp embed",
+        "up_weight": "experts mlp embed",
+        "down_weight": "experts embed mlp",
+        "gate_bias": "experts mlp",
+        "up_bias": "experts mlp",
+        "down_bias": "experts embed",
+    }
     gate: Activation
     up: Activation
     hidden: Activation
@@ -330,9 +338,9 @@ class Experts(eqx.Module):
             self.gate_bias, self.up_bias = (jnp.zeros((num_experts, expert_size), dtype) for _ in range(2))
             self.down_bias = jnp.zeros((num_experts, hidden_size), dtype)
         self.limit, self.alpha = None if limit is None else float(limit), float(alpha)
-        self.gate = Activation("gate")
-        self.up = Activation("up")
-        self.hidden = Activation("hidden")
+        self.gate = Activation("gate", axes="batch*sequence mlp")
+        self.up = Activation("up", axes="batch*sequence mlp")
+        self.hidden = Activation("hidden", axes="batch*sequence mlp")
 
     @jax.named_scope("experts")
     def __call__(

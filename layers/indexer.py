@@ -1,6 +1,6 @@
 """DeepSeek-V3.2's sparse attention: a small scorer that picks, for each query, the keys attention may look at."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -9,6 +9,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
+from ..policies.axes import any_mesh
 from .linear import Linear, Untrained, check_input, check_sizes
 from .rotary import Rotary, Tables
 
@@ -18,6 +19,7 @@ class LayerNorm(eqx.Module):
 
     weight: Float[Array, " features"]
     bias: Float[Array, " features"]
+    axes: ClassVar[dict[str, str]] = {"weight": "_", "bias": "_"}
     eps: float = eqx.field(static=True)
 
     def __init__(self, size: int, *, eps: float = 1e-6, dtype: Any = jnp.float32):
@@ -26,6 +28,7 @@ class LayerNorm(eqx.Module):
         self.weight, self.bias, self.eps = jnp.ones((size,), dtype), jnp.zeros((size,), dtype), float(eps)
 
     @jax.named_scope("layer_norm")
+    @any_mesh
     def __call__(self, x: Float[Array, "*axes features"]) -> Float[Array, "*axes features"]:
         """Same shape and dtype as `x`."""
         check_input("LayerNorm", x, self.weight.shape[0])
@@ -70,11 +73,11 @@ class Indexer(Untrained):
         """The weights of heads are float32 whatever `dtype` is. Raises ValueError for a size below 1."""
         check_sizes("Indexer", num_heads=num_heads, head_dim=head_dim, top_k=top_k)
         query_key, key_key, weights_key = jax.random.split(key, 3)
-        self.query_up = Linear(q_lora_rank, num_heads * head_dim, std=std, dtype=dtype, key=query_key)
-        self.key_projection = Linear(hidden_size, head_dim, std=std, dtype=dtype, key=key_key)
+        self.query_up = Linear(q_lora_rank, num_heads * head_dim, axes="_ latent", std=std, dtype=dtype, key=query_key)
+        self.key_projection = Linear(hidden_size, head_dim, axes="_ embed", std=std, dtype=dtype, key=key_key)
         self.key_norm = LayerNorm(head_dim, dtype=dtype)
-        self.head_weights = Linear(hidden_size, num_heads, std=std, dtype=jnp.float32, key=weights_key)
-        self.selected = Activation("selected")
+        self.head_weights = Linear(hidden_size, num_heads, axes="_ embed", std=std, dtype=jnp.float32, key=weights_key)
+        self.selected = Activation("selected", axes="batch sequence _")
         self.num_heads, self.head_dim, self.top_k = num_heads, head_dim, top_k
 
     def keys(
@@ -85,6 +88,7 @@ class Indexer(Untrained):
         return key if rotary is None else rotary.half_split().apply(key[:, :, None], tables)[:, :, 0]
 
     @jax.named_scope("indexer")
+    @any_mesh
     def __call__(
         self,
         x: Float[Array, "batch sequence features"],

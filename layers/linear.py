@@ -1,11 +1,13 @@
 """Linear maps, and arrays that a model carries without training them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
+
+from ..policies.axes import any_mesh, gather
 
 
 class Untrained(eqx.Module):
@@ -21,6 +23,8 @@ class Buffer(Untrained):
     """One array that is not trained, such as a router's selection bias."""
 
     value: Array
+
+    axes: ClassVar[dict[str, str]] = {"value": "_"}
 
 
 def is_buffer(node: Any) -> bool:
@@ -62,6 +66,7 @@ class Linear(eqx.Module):
 
     weight: Float[Array, "out_features in_features"]
     bias: Float[Array, " out_features"] | None
+    weight_axes: str | None = eqx.field(static=True)  # logical axes, as `policies.axes.parse` reads them
 
     def __init__(
         self,
@@ -69,24 +74,36 @@ class Linear(eqx.Module):
         out_features: int,
         *,
         use_bias: bool = False,
+        axes: str | None = None,
         std: float = 0.02,
         dtype: Any = jnp.float32,
         key: PRNGKeyArray,
     ):
         """Weights N(0, std^2) drawn in float32, bias zero; both stored as `dtype`.
 
+        `axes` are the logical axes of the weight, such as `"mlp embed"`, by which it is cut over a mesh.
+
         Raises ValueError when a size is not a positive integer.
         """
         check_sizes("Linear", in_features=in_features, out_features=out_features)
         self.weight = normal(key, (out_features, in_features), std, dtype)
         self.bias = jnp.zeros((out_features,), dtype) if use_bias else None
+        self.weight_axes = axes
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The logical axes of the arrays."""
+        return {} if self.weight_axes is None else {"weight": self.weight_axes, "bias": self.weight_axes.split()[0]}
 
     @jax.named_scope("linear")
+    @any_mesh
     def __call__(self, x: Float[Array, "*axes in_features"]) -> Float[Array, "*axes out_features"]:
         """`x` is `[..., in_features]`; the result is `[..., out_features]` in the dtype of `x`.
 
         Raises ValueError for another last axis, or for a dtype that isn't floating.
         """
         check_input("Linear", x, self.weight.shape[1])
-        y = jax.lax.dot_general(x, self.weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
-        return y if self.bias is None else y + self.bias.astype(x.dtype)
+        # Cast first: what is gathered from other devices is then as narrow as what is multiplied.
+        weight = gather(self.weight.astype(x.dtype), self.axes.get("weight"))
+        y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+        return y if self.bias is None else y + gather(self.bias.astype(x.dtype), self.axes.get("bias"))

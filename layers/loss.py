@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
+from ..policies.axes import any_mesh
+
 IGNORED = -100
 
 # Scratch arrays are [chunk, vocab]: at most this many tokens, and at most an eighth of them, unless they are few.
@@ -14,6 +16,7 @@ _SMALL_CHUNK = 128
 
 
 @jax.named_scope("cross_entropy")
+@any_mesh
 def cross_entropy(
     hidden: Float[Array, "batch sequence features"],
     head_weight: Float[Array, "vocab features"],

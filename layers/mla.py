@@ -9,6 +9,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..policies.activation import Activation
+from ..policies.axes import any_mesh
 from .attention import dot_product_attention
 from .cache import LayerCache
 from .indexer import Indexer
@@ -103,14 +104,23 @@ class MLA(eqx.Module):
         query_size = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
         self.query_down = self.query_norm = self.query_latent = None
         if q_lora_rank is not None:
-            self.query_down = Linear(hidden_size, q_lora_rank, key=keys[0], **biased)
-            self.query_norm = RMSNorm(q_lora_rank, eps=LATENT_NORM_EPS, dtype=dtype)
-            self.query_latent = Activation("query_latent")
-        self.query_up = Linear(q_lora_rank or hidden_size, query_size, key=keys[1], **plain)
-        self.kv_down = Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, key=keys[2], **biased)
-        self.kv_norm = RMSNorm(kv_lora_rank, eps=LATENT_NORM_EPS, dtype=dtype)
-        self.kv_up = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), key=keys[3], **plain)
-        self.output_projection = Linear(num_heads * v_head_dim, hidden_size, key=keys[4], **biased)
+            self.query_down = Linear(hidden_size, q_lora_rank, axes="_ embed", key=keys[0], **biased)
+            self.query_norm = RMSNorm(q_lora_rank, eps=LATENT_NORM_EPS, dtype=dtype, axes="latent")
+            self.query_latent = Activation("query_latent", axes="batch sequence latent")
+        heads, source = f"heads={num_heads}", "embed" if q_lora_rank is None else "latent"
+        self.query_up = Linear(
+            q_lora_rank or hidden_size, query_size, axes=f"{heads} {source}", key=keys[1], **plain
+        )
+        self.kv_down = Linear(
+            hidden_size, kv_lora_rank + qk_rope_head_dim, axes="_ embed", key=keys[2], **biased
+        )
+        self.kv_norm = RMSNorm(kv_lora_rank, eps=LATENT_NORM_EPS, dtype=dtype, axes="latent")
+        self.kv_up = Linear(
+            kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), axes=f"{heads} latent", key=keys[3], **plain
+        )
+        self.output_projection = Linear(
+            num_heads * v_head_dim, hidden_size, axes=f"embed {heads}", key=keys[4], **biased
+        )
         self.indexer = None
         if index_topk is not None:
             if q_lora_rank is None:
@@ -124,11 +134,11 @@ class MLA(eqx.Module):
                 key=jax.random.fold_in(key, 5),
                 **plain,
             )
-        self.kv_latent = Activation("kv_latent")
-        self.query = Activation("query")
-        self.key = Activation("key")
-        self.value = Activation("value")
-        self.context = Activation("context")
+        self.kv_latent = Activation("kv_latent", axes="batch sequence latent")
+        self.query = Activation("query", axes="batch sequence heads head_dim")
+        self.key = Activation("key", axes="batch sequence heads head_dim")
+        self.value = Activation("value", axes="batch sequence heads head_dim")
+        self.context = Activation("context", axes="batch sequence heads head_dim")
         self.num_heads = num_heads
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
@@ -150,6 +160,7 @@ class MLA(eqx.Module):
         return shapes
 
     @jax.named_scope("mla")
+    @any_mesh
     def __call__(
         self,
         x: Float[Array, "batch sequence features"],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..policies.activation import Activation
+from ..policies.axes import any_mesh
 from .linear import Linear, check_input, check_sizes
 
 
@@ -39,14 +40,15 @@ class MLP(eqx.Module):
         check_sizes("MLP", hidden_size=hidden_size, intermediate_size=intermediate_size)
         gate_key, up_key, down_key = jax.random.split(key, 3)
         options = {"use_bias": bias, "std": std, "dtype": dtype}
-        self.gate_projection = Linear(hidden_size, intermediate_size, key=gate_key, **options)
-        self.up_projection = Linear(hidden_size, intermediate_size, key=up_key, **options)
-        self.down_projection = Linear(intermediate_size, hidden_size, key=down_key, **options)
-        self.gate = Activation("gate")
-        self.up = Activation("up")
-        self.hidden = Activation("hidden")
+        self.gate_projection = Linear(hidden_size, intermediate_size, axes="mlp embed", key=gate_key, **options)
+        self.up_projection = Linear(hidden_size, intermediate_size, axes="mlp embed", key=up_key, **options)
+        self.down_projection = Linear(intermediate_size, hidden_size, axes="embed mlp", key=down_key, **options)
+        self.gate = Activation("gate", axes="batch sequence mlp")
+        self.up = Activation("up", axes="batch sequence mlp")
+        self.hidden = Activation("hidden", axes="batch sequence mlp")
 
     @jax.named_scope("mlp")
+    @any_mesh
     def __call__(self, x: Float[Array, "batch sequence features"]) -> Float[Array, "batch sequence features"]:
         """Same shape and dtype as `x`. Raises ValueError unless `x` is floating `[batch, sequence, hidden_size]`."""
         check_input("MLP", x, self.gate_projection.weight.shape[1], rank=3)

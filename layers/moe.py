@@ -9,6 +9,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..policies.activation import Activation
+from ..policies.axes import any_mesh
 from .experts import Experts, assign, combine, dispatch
 from .linear import check_input
 from .mlp import MLP
@@ -81,10 +82,11 @@ class MoE(eqx.Module):
         self.shared = None
         if shared_size is not None:
             self.shared = MLP(hidden_size, shared_size, std=std, dtype=dtype, key=shared_key)
-        self.dispatched = Activation("dispatched")
-        self.expert_output = Activation("expert_output")
+        self.dispatched = Activation("dispatched", axes="batch*sequence embed")
+        self.expert_output = Activation("expert_output", axes="batch*sequence embed")
 
     @jax.named_scope("moe")
+    @any_mesh
     def __call__(
         self, x: Float[Array, "batch sequence features"], *, token_mask: Bool[Array, "batch sequence"] | None = None
     ) -> tuple[Float[Array, "batch sequence features"], MoEStats]:
@@ -96,14 +98,14 @@ class MoE(eqx.Module):
         """
         check_input("MoE", x, self.router.weight.shape[1], rank=3)
         batch = x.shape[0]
-        tokens = rearrange(x, "b s d -> (b s) d")
-        valid = None if token_mask is None else rearrange(token_mask, "b s -> (b s)")
-        routing = self.router(tokens)
-        assignment = assign(routing.indices, self.router.num_experts, token_mask=valid)
-        rows = self.dispatched(dispatch(tokens, assignment))
+        routing = self.router(x)
+        flat = "b s ... -> (b s) ..."
+        valid = None if token_mask is None else rearrange(token_mask, flat)
+        assignment = assign(rearrange(routing.indices, flat), self.router.num_experts, token_mask=valid)
+        rows = self.dispatched(dispatch(rearrange(x, flat), assignment))
         rows = self.expert_output(self.experts(rows, assignment.group_sizes))
-        y = rearrange(combine(rows, routing.weights, assignment), "(b s) d -> b s d", b=batch)
+        y = rearrange(combine(rows, rearrange(routing.weights, flat), assignment), "(b s) d -> b s d", b=batch)
         if self.shared is not None:
             y = y + self.shared(x)
         load = assignment.group_sizes.astype(jnp.float32)
-        return y, MoEStats(load, self.router.balance_loss(routing, batch=batch, token_mask=valid))
+        return y, MoEStats(load, self.router.balance_loss(routing, batch=batch, token_mask=token_mask))

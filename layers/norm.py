@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..policies.axes import any_mesh, gather
 from .linear import check_input, check_sizes
 
 
@@ -22,17 +23,36 @@ class RMSNorm(eqx.Module):
     scale: Float[Array, " features"]
     eps: float = eqx.field(static=True)
     downcast_first: bool = eqx.field(static=True)
+    scale_axes: str | None = eqx.field(static=True)
 
-    def __init__(self, size: int, *, eps: float | int, dtype: Any = jnp.float32, downcast_first: bool = True):
-        """Scale of `size` ones, stored as `dtype`. Raises ValueError unless `size` >= 1 and `eps` >= 0."""
+    def __init__(
+        self,
+        size: int,
+        *,
+        eps: float | int,
+        dtype: Any = jnp.float32,
+        downcast_first: bool = True,
+        axes: str | None = "embed",
+    ):
+        """Scale of `size` ones, stored as `dtype`; `axes` is its logical axis.
+
+        Raises ValueError unless `size` >= 1 and `eps` >= 0.
+        """
         check_sizes("RMSNorm", size=size)
         if not eps >= 0:
             raise ValueError(f"RMSNorm: eps must be zero or positive, got {eps!r}")
         self.scale = jnp.ones((size,), dtype)
         self.eps = float(eps)
         self.downcast_first = downcast_first
+        self.scale_axes = axes
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The logical axes of the arrays."""
+        return {} if self.scale_axes is None else {"scale": self.scale_axes}
 
     @jax.named_scope("rms_norm")
+    @any_mesh
     def __call__(self, x: Float[Array, "*axes features"]) -> Float[Array, "*axes features"]:
         """`x` is `[..., size]`; the result has its shape and dtype. Raises ValueError for another last axis."""
         check_input("RMSNorm", x, self.scale.shape[0])
@@ -42,4 +62,5 @@ class RMSNorm(eqx.Module):
             # A cast down and up again is something that XLA may drop inside a fusion; this rounding it may not.
             kind = jnp.finfo(x.dtype)
             normed = jax.lax.reduce_precision(normed, kind.nexp, kind.nmant)
-        return (self.scale.astype(jnp.float32) * normed).astype(x.dtype)
+        scale = gather(self.scale.astype(jnp.float32), self.axes.get("scale"))
+        return (scale * normed).astype(x.dtype)

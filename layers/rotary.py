@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ..policies.axes import any_mesh
+
 # Config files write whole numbers without a point.
 Number = float | int
 Tables = tuple[Float[Array, "rows sequence half"], Float[Array, "rows sequence half"]]
@@ -262,6 +264,7 @@ class Rotary(eqx.Module):
         return (jnp.cos(phases) * scale).astype(dtype), (jnp.sin(phases) * scale).astype(dtype)
 
     @jax.named_scope("rotary")
+    @any_mesh
     def apply(self, x: Float[Array, "batch sequence heads features"], tables: Tables) -> Array:
         """`x` with the first `dim` features of each head rotated, the rest as they are; same shape and dtype.
 

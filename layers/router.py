@@ -1,6 +1,8 @@
 """Routers: which experts a token goes to and with what weight, after DeepSeek-V2 and DeepSeek-V3."""
 
 import functools
+import math
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -9,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
+from ..policies.axes import any_mesh, gather
 from .linear import Buffer, check_input, check_sizes, normal
 
 # Keeps a sum of weights that are all zero from dividing by it.
@@ -18,9 +21,9 @@ _TINY = 1e-20
 class Routing(eqx.Module):
     """The choice for each token. Choices are ordered from the best score down, ties to the lower index."""
 
-    indices: Int[Array, "tokens top_k"]  # int32
-    weights: Float[Array, "tokens top_k"]  # float32: what the expert's output is multiplied by
-    scores: Float[Array, "tokens experts"]  # float32: softmax or sigmoid of the logits, without any bias
+    indices: Int[Array, "*tokens top_k"]  # int32
+    weights: Float[Array, "*tokens top_k"]  # float32: what the expert's output is multiplied by
+    scores: Float[Array, "*tokens experts"]  # float32: softmax or sigmoid of the logits, without any bias
 
 
 class SoftmaxRouter(eqx.Module):
@@ -38,6 +41,7 @@ class SoftmaxRouter(eqx.Module):
 
     weight: Float[Array, "experts features"]
     bias: Float[Array, " experts"] | None
+    axes: ClassVar[dict[str, str]] = {"weight": "_ embed", "bias": "_"}
     logits: Activation
     num_experts: int = eqx.field(static=True)
     top_k: int = eqx.field(static=True)
@@ -76,19 +80,21 @@ class SoftmaxRouter(eqx.Module):
         _check_groups(num_experts, top_k, groups, top_groups)
         self.weight = normal(key, (num_experts, hidden_size), std, jnp.float32)
         self.bias = jnp.zeros(num_experts, jnp.float32) if use_bias else None
-        self.logits = Activation("router_logits")
+        self.logits = Activation("router_logits", axes="batch sequence _")
         self.num_experts, self.top_k = num_experts, top_k
         self.groups, self.top_groups = groups, top_groups
         self.method, self.normalize, self.scale = method, bool(normalize), float(scale)
 
     @jax.named_scope("softmax_router")
-    def __call__(self, x: Float[Array, "tokens features"]) -> Routing:
+    @any_mesh
+    def __call__(self, x: Float[Array, "*tokens features"]) -> Routing:
         """Routes each token of `x`, of any floating dtype.
 
-        Raises ValueError unless `x` is floating `[tokens, hidden_size]`.
+        `x` is `[batch, sequence, hidden_size]`, or has other axes before the last. Raises ValueError unless it is
+        floating and `hidden_size` wide.
         """
-        check_input("SoftmaxRouter", x, self.weight.shape[1], rank=2)
-        logits = _logits(x, self.weight)
+        check_input("SoftmaxRouter", x, self.weight.shape[1])
+        logits = _logits(x, gather(self.weight, self.axes["weight"]))
         if self.bias is not None:
             logits = logits + self.bias.astype(jnp.float32)
         scores = jax.nn.softmax(self.logits(logits), axis=-1)
@@ -101,7 +107,7 @@ class SoftmaxRouter(eqx.Module):
         return Routing(indices, weights, scores)
 
     def balance_loss(
-        self, routing: Routing, *, batch: int, token_mask: Bool[Array, " tokens"] | None = None
+        self, routing: Routing, *, batch: int, token_mask: Bool[Array, "*tokens"] | None = None
     ) -> Float[Array, ""]:
         """`balance_loss` with the load counted over the experts that were chosen, as DeepSeek-V2 does."""
         return balance_loss(routing, batch=batch, token_mask=token_mask)
@@ -120,6 +126,7 @@ class SigmoidRouter(eqx.Module):
 
     weight: Float[Array, "experts features"]
     bias: Buffer
+    axes: ClassVar[dict[str, str]] = {"weight": "_ embed"}
     logits: Activation
     num_experts: int = eqx.field(static=True)
     top_k: int = eqx.field(static=True)
@@ -152,19 +159,21 @@ class SigmoidRouter(eqx.Module):
             )
         self.weight = normal(key, (num_experts, hidden_size), std, jnp.float32)
         self.bias = Buffer(jnp.zeros(num_experts, jnp.float32))
-        self.logits = Activation("router_logits")
+        self.logits = Activation("router_logits", axes="batch sequence _")
         self.num_experts, self.top_k = num_experts, top_k
         self.groups, self.top_groups = groups, top_groups
         self.normalize, self.scale = bool(normalize), float(scale)
 
     @jax.named_scope("sigmoid_router")
-    def __call__(self, x: Float[Array, "tokens features"]) -> Routing:
+    @any_mesh
+    def __call__(self, x: Float[Array, "*tokens features"]) -> Routing:
         """Routes each token of `x`, of any floating dtype.
 
-        Raises ValueError unless `x` is floating `[tokens, hidden_size]`.
+        `x` is `[batch, sequence, hidden_size]`, or has other axes before the last. Raises ValueError unless it is
+        floating and `hidden_size` wide.
         """
-        check_input("SigmoidRouter", x, self.weight.shape[1], rank=2)
-        scores = jax.nn.sigmoid(self.logits(_logits(x, self.weight)))
+        check_input("SigmoidRouter", x, self.weight.shape[1])
+        scores = jax.nn.sigmoid(self.logits(_logits(x, gather(self.weight, self.axes["weight"]))))
         choice = lax.stop_gradient(scores + self.bias.value.astype(jnp.float32))
         if self.groups > 1:
             best = jnp.sum(lax.top_k(_split(choice, self.groups), 2)[0], axis=-1)
@@ -175,7 +184,7 @@ class SigmoidRouter(eqx.Module):
         return Routing(indices, weights, scores)
 
     def balance_loss(
-        self, routing: Routing, *, batch: int, token_mask: Bool[Array, " tokens"] | None = None
+        self, routing: Routing, *, batch: int, token_mask: Bool[Array, "*tokens"] | None = None
     ) -> Float[Array, ""]:
         """`balance_loss` with the load counted over the best scores without bias and groups, as in equation
         18 of the DeepSeek-V3 report."""
@@ -184,7 +193,7 @@ class SigmoidRouter(eqx.Module):
 
 
 def balance_loss(
-    routing: Routing, *, batch: int, token_mask: Bool[Array, " tokens"] | None = None
+    routing: Routing, *, batch: int, token_mask: Bool[Array, "*tokens"] | None = None
 ) -> Float[Array, ""]:
     """The sequence-wise balance loss without its factor alpha; 1 when load and scores are uniform.
 
@@ -195,36 +204,37 @@ def balance_loss(
 
     **Arguments:**
 
-    - `routing`: of `batch * sequence` tokens, sequence by sequence.
+    - `routing`: of tokens `[batch, sequence]`, or of `batch * sequence` tokens, sequence by sequence.
     - `batch`: the number of sequences.
     - `token_mask`: True for tokens that count.
 
     Source: DeepSeek-V3 technical report, equations 17 to 20; `seq_aux` in DeepSeek-V2.
     """
-    tokens, num_experts = routing.scores.shape
+    num_experts, shape = routing.scores.shape[-1], routing.scores.shape[:-1]
+    tokens = math.prod(shape)
     if batch < 1 or tokens % batch:
         raise ValueError(f"batch={batch} does not divide the {tokens} tokens of the routing")
-    valid = jnp.ones(tokens, bool) if token_mask is None else token_mask
+    valid = jnp.ones(shape, bool) if token_mask is None else token_mask
     top_k = routing.indices.shape[-1]
     length = jnp.sum(valid.reshape(batch, -1), axis=1, dtype=jnp.float32)
     per_token = 1 / jnp.maximum(length, 1)[:, None]
-    chosen = _one_hot(routing.indices, num_experts) & valid[:, None, None]
+    chosen = _one_hot(routing.indices, num_experts) & valid[..., None, None]
     count = jnp.sum(chosen.reshape(batch, -1, num_experts), axis=1, dtype=jnp.float32)
     load = count * per_token * (num_experts / top_k)
     # Masked before the division, so that nothing a masked token holds reaches a gradient.
-    scores = jnp.where(valid[:, None], routing.scores, 1)
-    share = jnp.where(valid[:, None], _shares(scores), 0).reshape(batch, -1, num_experts)
+    scores = jnp.where(valid[..., None], routing.scores, 1)
+    share = jnp.where(valid[..., None], _shares(scores), 0).reshape(batch, -1, num_experts)
     mean_share = jnp.sum(share, axis=1) * per_token
     sequences = jnp.sum(length > 0, dtype=jnp.float32)
     return jnp.sum(lax.stop_gradient(load) * mean_share) / jnp.maximum(sequences, 1)
 
 
-def expert_load(routing: Routing, token_mask: Bool[Array, " tokens"] | None = None) -> Float[Array, " experts"]:
+def expert_load(routing: Routing, token_mask: Bool[Array, "*tokens"] | None = None) -> Float[Array, " experts"]:
     """How many tokens chose each expert, float32. Masked tokens, where `token_mask` is False, don't count."""
     chosen = _one_hot(routing.indices, routing.scores.shape[-1])
     if token_mask is not None:
-        chosen &= token_mask[:, None, None]
-    return jnp.sum(chosen, axis=(0, 1), dtype=jnp.float32)
+        chosen &= token_mask[..., None, None]
+    return jnp.sum(chosen, axis=tuple(range(chosen.ndim - 1)), dtype=jnp.float32)
 
 
 def update_bias(
@@ -255,17 +265,17 @@ def _check_groups(num_experts: int, top_k: int, groups: int, top_groups: int) ->
 def _logits(x: Array, weight: Array) -> Array:
     # A lower precision on accelerators would route differently, and that costs accuracy.
     return jnp.einsum(
-        "td,ed->te", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST
+        "...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
 
 
 def _split(scores: Array, groups: int) -> Array:
-    return scores.reshape(scores.shape[0], groups, -1)
+    return scores.reshape(*scores.shape[:-1], groups, -1)
 
 
 def _keep_groups(choice: Array, group_scores: Array, top_groups: int) -> Array:
     # Minus infinity and not zero: biased scores can be negative, and a probability can be zero.
-    kept = _one_hot(lax.top_k(group_scores, top_groups)[1], group_scores.shape[-1]).any(axis=1)
+    kept = _one_hot(lax.top_k(group_scores, top_groups)[1], group_scores.shape[-1]).any(axis=-2)
     return jnp.where(kept[..., None], _split(choice, group_scores.shape[-1]), -jnp.inf).reshape(choice.shape)
 
 
@@ -298,7 +308,7 @@ def _take_forward(num_experts, scores, indices):
 
 def _take_backward(num_experts, indices, grad):
     # A comparison and a sum, where the transpose of the gather would be a scatter-add.
-    return jnp.sum(jnp.where(_one_hot(indices, num_experts), grad[..., None], 0), axis=1), None
+    return jnp.sum(jnp.where(_one_hot(indices, num_experts), grad[..., None], 0), axis=-2), None
 
 
 _take.defvjp(_take_forward, _take_backward)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..policies.activation import named
+from ..policies.axes import any_mesh
 from .cache import LayerCache, stored_dtype
 
 
@@ -99,6 +100,7 @@ class Stack(eqx.Module):
         return (self.layer(self.start + i) for i in range(self.num_layers))
 
     @jax.named_scope("stack")
+    @any_mesh
     def __call__(
         self,
         x: Float[Array, "batch sequence features"],

@@ -1,5 +1,6 @@
 """Activations as nodes of a PyTree: what a layer computes, and where it waits for the backward pass."""
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -8,6 +9,8 @@ import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
+
+from .axes import constrain
 
 T = TypeVar("T")
 
@@ -38,16 +41,19 @@ class Activation(eqx.Module):
 
     `recomputable=False` marks a value that is kept wherever the rest goes: a scan keeps its carry, so
     a block's input can wait on the device or on the host but can't be recomputed.
+
+    `axes` are the value's logical axes (`policies.axes.parse`): over a mesh it is cut as they say.
     """
 
     name: str = eqx.field(static=True)
     placement: Placement = eqx.field(static=True, default=Placement.DEVICE, converter=Placement.parse)
     recomputable: bool = eqx.field(static=True, default=True)
+    axes: str | None = eqx.field(static=True, default=None, kw_only=True)
     # The name in the traced program, unique in the model; given by `named` for the length of a call.
     path: str | None = eqx.field(static=True, default=None)
 
     def __call__(self, x: Array) -> Array:
-        return checkpoint_name(x, self.path or self.name)
+        return checkpoint_name(constrain(x, self.axes), self.path or self.name)
 
 
 class Annotation(NamedTuple):
@@ -103,6 +109,6 @@ def named(tree: T) -> T:
     def give(path: str, node: Activation) -> Activation:
         if node.path is not None:
             return node
-        return Activation(node.name, node.placement, node.recomputable, path or node.name)
+        return dataclasses.replace(node, path=path or node.name)
 
     return map_activations(give, tree)

@@ -1,5 +1,6 @@
 """Editing annotations: rules from globs to placements, and the presets that people start from."""
 
+import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Callable, Mapping
@@ -81,7 +82,7 @@ def place(tree: T, rules: Any) -> T:
                 f"{path!r} can't be recomputed: it is what a block is recomputed from, so it is kept anyhow. "
                 f"Place it on the device or the host, e.g. by a last rule {{'*.{node.name}': 'device'}}"
             )
-        return Activation(node.name, placement, node.recomputable, node.path)
+        return dataclasses.replace(node, placement=placement)
 
     return map_activations(edit, tree)
 

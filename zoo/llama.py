@@ -64,7 +64,7 @@ class Llama(LanguageModel):
         self.norm = parts.norm(config, dtype)
         self.head = None
         if not config.tie_word_embeddings:
-            self.head = Linear(config.hidden_size, config.vocab_size, key=head_key, **options)
+            self.head = Linear(config.hidden_size, config.vocab_size, axes="vocab embed", key=head_key, **options)
         self.rotary = config.rotary()
         self.config = config
 

@@ -18,6 +18,7 @@ from ..layers.norm import RMSNorm
 from ..layers.rotary import Rotary, Tables
 from ..layers.stack import Stack
 from ..policies.activation import Activation, named
+from ..policies.axes import any_mesh
 from . import parts
 from .model import Checkpoint, LanguageModel, Losses, check_boundaries, check_inputs, inner_boundaries
 from .moe_config import DeepSeekConfig, MoEConfig
@@ -57,13 +58,14 @@ class MTP(eqx.Module):
         size, std = config.hidden_size, config.initializer_range
         self.embedding_norm = parts.norm(config, dtype)
         self.hidden_norm = parts.norm(config, dtype)
-        self.projection = Linear(2 * size, size, std=std, dtype=dtype, key=projection_key)
+        self.projection = Linear(2 * size, size, axes="embed _", std=std, dtype=dtype, key=projection_key)
         self.block = _block(config, True, dtype, block_key)
         self.norm = parts.norm(config, dtype)
-        self.joined = Activation("joined")
-        self.output = Activation("output")
+        self.joined = Activation("joined", axes="batch sequence _")
+        self.output = Activation("output", axes="batch sequence embed")
 
     @jax.named_scope("mtp")
+    @any_mesh
     def __call__(
         self,
         states: Float[Array, "batch sequence features"],
@@ -149,7 +151,7 @@ class Mixture(LanguageModel):
         self.norm = parts.norm(config, dtype)
         self.head = None
         if not config.tie_word_embeddings:
-            self.head = Linear(config.hidden_size, config.vocab_size, key=head_key, **options)
+            self.head = Linear(config.hidden_size, config.vocab_size, axes="vocab embed", key=head_key, **options)
         mtp_keys = jax.random.split(mtp_key, config.num_nextn_predict_layers)
         self.mtp = tuple(MTP(config, dtype=dtype, key=key) for key in mtp_keys)
         self.rotary = config.rotary()
@@ -195,6 +197,7 @@ class Mixture(LanguageModel):
             depths.append(Depth(states, valid, stats))
         return depths
 
+    @any_mesh
     def losses(self, batch: Any, *, mtp: bool = True, checkpoint: Checkpoint | None = None) -> Losses:
         """As in `LanguageModel`, with multi-token prediction."""
         self = named(self)

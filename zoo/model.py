@@ -23,6 +23,7 @@ from ..layers.norm import RMSNorm
 from ..layers.rotary import Rotary
 from ..layers.stack import Stack
 from ..policies.activation import named
+from ..policies.axes import any_mesh
 from ..policies.report import format_bytes
 from .config import Config
 
@@ -154,6 +155,7 @@ class LanguageModel(eqx.Module):
         arrays = {name: stack.init_cache(batch, capacity, dtype) for name, stack in self.stacks().items()}
         return Cache(arrays, jnp.zeros((batch, capacity), bool), jnp.zeros((), jnp.int32), dtype)
 
+    @any_mesh
     def hidden(
         self,
         tokens: Int[Array, "batch sequence"],
@@ -219,6 +221,7 @@ class LanguageModel(eqx.Module):
         return shared, cache, handles
 
     @jax.named_scope("language_model")
+    @any_mesh
     def __call__(
         self,
         tokens: Int[Array, "batch sequence"],
@@ -257,6 +260,7 @@ class LanguageModel(eqx.Module):
         """The head's product with `states` from `hidden`, in their dtype."""
         return self.embedding.attend(states) if self.head is None else self.head(states)
 
+    @any_mesh
     def losses(self, batch: Any, *, mtp: bool = True, checkpoint: Checkpoint | None = None) -> Losses:
         """The parts of the training loss on a batch (see `Losses`). Full logits are never held.
 

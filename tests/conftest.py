@@ -5,3 +5,8 @@ import os
 _FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # What the environment says comes last, and wins.
 os.environ["XLA_FLAGS"] = f"{_FAST_TO_COMPILE} {os.environ.get('XLA_FLAGS', '')}".strip()
+
+import jax  # noqa: E402  after the flags
+
+# For the tests of meshes. All others use the first device, and processes started by tests have one.
+jax.config.update("jax_num_cpu_devices", 8)

@@ -1,5 +1,6 @@
 """Token embedding, and its use as the tied output head."""
 
+import functools
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from ..policies.axes import any_mesh, constrain, gather
 from .linear import check_input, check_sizes, normal
+from .vocabulary import Cuts, cuts_in_use
 
 
 def check_tokens(tokens: Any, vocab_size: int, *, ignored: int | None = None) -> None:
@@ -59,8 +61,11 @@ class Embedding(eqx.Module):
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             shape = ", ".join(str(n) for n in tokens.shape)
             raise ValueError(f"Embedding: expected integer token ids [batch, sequence], got {tokens.dtype}[{shape}]")
-        weight = gather(self.weight, self.axes["weight"])
-        rows = weight.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        cuts = cuts_in_use("Embedding", self.weight, tokens.shape)
+        if cuts is None:
+            rows = self.weight.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        else:
+            rows = _rows_over(cuts, self.weight, tokens)
         return constrain(rows, "batch sequence embed")
 
     @jax.named_scope("tied_head")
@@ -70,3 +75,38 @@ class Embedding(eqx.Module):
         check_input("Embedding.attend", x, self.weight.shape[1])
         weight = gather(self.weight.astype(x.dtype), self.axes["weight"])
         return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+# Over a mesh, each device looks up its tokens among the rows that it has. Left to the compiler, the derivative would
+# gather the tokens of all devices to add up their gradients.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows_over(cuts: Cuts, weight: Array, tokens: Array) -> Array:
+    vocab = weight.shape[0]
+
+    def local(weight: Array, tokens: Array) -> Array:
+        rows = weight.at[tokens - cuts.first(weight)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return jnp.where(((tokens >= 0) & (tokens < vocab))[..., None], cuts.sum_vocab(rows), jnp.nan)
+
+    return cuts.run(local, weight, tokens, takes=(cuts.weight, cuts.tokens), gives=cuts.tokens)
+
+
+def _rows_over_forward(cuts: Cuts, weight: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rows_over(cuts, weight, tokens), (weight, tokens)
+
+
+def _rows_over_backward(cuts: Cuts, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    weight, tokens = kept
+    parts = cuts.layout.size(cuts.vocab)
+
+    def local(tokens: Array, gradient: Array) -> Array:
+        # Summed in float32: a frequent token's gradient would stop growing in bfloat16.
+        zeros = jnp.zeros((weight.shape[0] // parts, weight.shape[1]), jnp.float32)
+        rows = tokens - cuts.first(zeros)
+        added = zeros.at[rows].add(gradient.astype(jnp.float32), mode="drop", wrap_negative_indices=False)
+        return cuts.sum_gradient(added).astype(weight.dtype)
+
+    summed = cuts.run(local, tokens, gradient, takes=(cuts.tokens, cuts.tokens), gives=cuts.gradient)
+    return constrain(summed, "vocab embed"), None
+
+
+_rows_over.defvjp(_rows_over_forward, _rows_over_backward)

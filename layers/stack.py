@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from ..policies.activation import named
 from ..policies.axes import any_mesh
 from .cache import LayerCache, stored_dtype
+from .resident import Fetching, fetched, waits
 
 
 def _edges(boundaries: Sequence[int], start: int, num_layers: int) -> list[int]:
@@ -131,6 +132,8 @@ class Stack(eqx.Module):
         self = named(self)
 
         def run(x: Array, held: PyTree, block: Any, index: Any, own: Any, prevent_cse: bool) -> tuple[Any, ...]:
+            if waits(block):
+                block = Fetching(block)
             if checkpoint is not None:
                 block = checkpoint(block, prevent_cse=prevent_cse)
             if cache is None:
@@ -157,6 +160,7 @@ class Stack(eqx.Module):
                 (x, held), stacked = jax.lax.scan(body, (x, held), (arrays, slices))
                 results.append(stacked)
                 continue
+            segment = fetched(segment)  # one by one only inside a scan
             for i in range(length):
                 block, (index, mine) = jax.tree.map(lambda leaf: leaf[i], (segment, slices))
                 x, result, held = run(x, held, block, index, mine, True)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         PackedDataset as PackedDataset,
         Position as Position,
         load_corpus as load_corpus,
+        pad_batch as pad_batch,
     )
     from .deepseek import DeepSeek as DeepSeek
     from .generation import generate as generate, stream as stream
@@ -32,12 +33,18 @@ if TYPE_CHECKING:
     from .optimizer import adamw as adamw, trainable as trainable, warmup_cosine as warmup_cosine
     from .pretrained import WeightMismatch as WeightMismatch, load as load, save as save
     from .registry import REGISTRY as REGISTRY
+    from .sharding import (
+        ShardingWarning as ShardingWarning,
+        layout as layout,
+        rules_for as rules_for,
+        shard as shard,
+        shards as shards,
+    )
+    from .state import TrainState as TrainState, init_state as init_state
     from .tokenizer import Tokenizer as Tokenizer, load_tokenizer as load_tokenizer
     from .train import (
         Metrics as Metrics,
         Step as Step,
-        TrainState as TrainState,
-        init_state as init_state,
         make_train_step as make_train_step,
     )
 
@@ -60,9 +67,10 @@ _ROOMS = {
     "Position": "data",
     "RecompilationWarning": "compiled",
     "Record": "loop",
+    "ShardingWarning": "sharding",
     "Step": "train",
     "Tokenizer": "tokenizer",
-    "TrainState": "train",
+    "TrainState": "state",
     "TrainingDiverged": "loop",
     "WeightMismatch": "pretrained",
     "abstract": "building",
@@ -70,16 +78,21 @@ _ROOMS = {
     "build": "building",
     "from_config": "hf_config",
     "generate": "generation",
-    "init_state": "train",
+    "init_state": "state",
+    "layout": "sharding",
     "load": "pretrained",
     "load_corpus": "data",
     "load_tokenizer": "tokenizer",
     "make_train_step": "train",
+    "pad_batch": "data",
     "parameters": "building",
     "resegment": "building",
     "restore_state": "checkpoint_io:restore",
+    "rules_for": "sharding",
     "save": "pretrained",
     "save_state": "checkpoint_io:save",
+    "shard": "sharding",
+    "shards": "sharding",
     "stream": "generation",
     "to_hf": "hf_config",
     "train_loop": "loop:train",

@@ -1,18 +1,29 @@
 """Programs of training: arguments committed to their memories, and one compilation for a run."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from ..policies.activation import path_string
+from ..policies.axes import Layout
 
 
 class RecompilationWarning(UserWarning):
     """A step had to be compiled again, because something about its arguments changed."""
+
+
+def compute_memory(device: Any) -> str | None:
+    """The memory that a device computes in; None for a GPU that is only described, to compile for."""
+    try:
+        return device.default_memory().kind
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def default_sharding() -> Sharding:
@@ -20,14 +31,15 @@ def default_sharding() -> Sharding:
     device = jax.config.jax_default_device or jax.devices()[0]
     if isinstance(device, str):
         device = jax.devices(device)[0]
-    return SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+    return SingleDeviceSharding(device, memory_kind=compute_memory(device))
 
 
 def replicated(sharding: Sharding) -> Sharding:
-    """Where a scalar goes beside an array that lies at `sharding`: on all of its devices."""
+    """Where a scalar goes beside an array that lies at `sharding`: in the own memory of all of its devices."""
+    kind = compute_memory(next(iter(sharding.device_set)))
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
-    return sharding
+        return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind)
+    return sharding.with_memory_kind(kind)
 
 
 def settled(leaf: Any) -> bool:
@@ -36,7 +48,9 @@ def settled(leaf: Any) -> bool:
         return True
     sharding = getattr(leaf, "sharding", None)
     committed = leaf.committed if isinstance(leaf, jax.Array) else True
-    return sharding is not None and sharding.memory_kind is not None and committed
+    if sharding is None or not committed:
+        return False
+    return sharding.memory_kind is not None or compute_memory(next(iter(sharding.device_set))) is None
 
 
 def commit(tree: PyTree, sharding: Sharding | None = None) -> PyTree:
@@ -59,21 +73,56 @@ def commit(tree: PyTree, sharding: Sharding | None = None) -> PyTree:
     return jax.tree.map(settle, tree)
 
 
+def over_mesh(x: Any, layout: Layout) -> Any:
+    """An array `[batch, sequence]` cut over a mesh; one with a row for all has its sequence cut only."""
+    if isinstance(x, jax.core.Tracer):
+        return x
+    axes = "batch sequence" if x.shape[0] > 1 else "_ sequence"
+    sharding = layout.sharding(axes, device_kind(layout))
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if isinstance(x, np.ndarray):
+        # Each process makes the parts of its own devices.
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return jax.device_put(x, sharding)
+
+
+def device_kind(layout: Layout) -> str | None:
+    """The memory that the mesh's devices compute in."""
+    return compute_memory(layout.mesh.devices.flat[0])
+
+
+def check_mesh(state: PyTree, layout: Layout) -> None:
+    """Raises ValueError, naming an array, unless `state` lies over the devices of `layout`."""
+    wanted = set(layout.mesh.devices.flat)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(leaf, jax.core.Tracer) or sharding is None or sharding.device_set == wanted:
+            continue
+        raise ValueError(
+            f"{path_string(path)!r} of the state lies on {len(sharding.device_set)} devices and not over the mesh of "
+            f"{len(wanted)}: make the state with the same mesh, init_state(model, optimizer, mesh=mesh, ...)"
+        )
+
+
 class Program:
     """A function of state and batch, compiled once for each set of shapes, dtypes and shardings that it meets."""
 
-    def __init__(self, name: str, function: Callable[..., Any], donate: bool):
+    def __init__(self, name: str, function: Callable[..., Any], donate: bool, layout: Layout | None = None):
         self.name = name
         self.compilations = 0
         self._function = function
         self._donate = donate
+        self._layout = layout
         self._compiled: dict[Any, Any] = {}
         self._last: dict[str, str] = {}
 
-    @staticmethod
-    def settle(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """The arguments, committed: what isn't yet goes where the state's scalars are."""
+    def settle(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """The arguments, committed: over the mesh, where there is one; what isn't yet goes where scalars are."""
         scalar = replicated(state.step.sharding) if settled(state.step) else None
+        if self._layout is not None:
+            check_mesh(state, self._layout)
+            batch = jax.tree.map(lambda x: over_mesh(x, self._layout), batch)
         return commit(state, scalar), commit(batch, scalar)
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
@@ -82,7 +131,13 @@ class Program:
         out = (shardings[0], rest) if self._donate else rest
         donated = (0,) if self._donate else ()
         jitted = jax.jit(self._function, in_shardings=shardings, out_shardings=out, donate_argnums=donated)
-        return jitted.lower(state, batch)
+        with self._mesh():
+            return jitted.lower(state, batch)
+
+    def _mesh(self) -> Any:
+        """Explicit axes want their mesh to be set; Auto ones don't care."""
+        explicit = self._layout is not None and AxisType.Explicit in self._layout.mesh.axis_types
+        return jax.set_mesh(self._layout.mesh) if explicit else contextlib.nullcontext()
 
     def __call__(self, state: PyTree, batch: PyTree) -> Any:
         state, batch = self.settle(state, batch)

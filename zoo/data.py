@@ -7,8 +7,9 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..layers.embedding import check_tokens
@@ -33,6 +34,26 @@ class Batch(NamedTuple):
     segment_ids: Any  # int32; positions see each other only within one value
     positions: Any  # int32; from 0 in each segment
     mask: Any  # bool; False on padding
+
+
+def pad_batch(batch: Batch, rows: int) -> Batch:
+    """`batch` filled up to `rows` rows with padding, which counts nowhere: for a last batch of fewer rows.
+
+    Raises ValueError if it has more.
+    """
+    have, length = batch.tokens.shape
+    if have > rows:
+        raise ValueError(f"a batch of {have} rows can't be filled up to {rows}")
+    real = np.ones((have, length), bool) if batch.mask is None else batch.mask
+
+    def fill(x: Any, value: Any) -> Any:
+        if x is None or x.shape[0] != have:
+            return x
+        xp = np if isinstance(x, np.ndarray) else jnp
+        return xp.concatenate([x, xp.full((rows - have, *x.shape[1:]), value, x.dtype)])
+
+    values = Batch(0, IGNORED, 0, 0, False)
+    return Batch(*(fill(x, value) for x, value in zip(batch._replace(mask=real), values, strict=True)))
 
 
 class Position(NamedTuple):
@@ -280,10 +301,17 @@ class PackedDataset:
         """Shuffled batches without end, from `position` on."""
         return Batches(self, batch_size, seed=seed, position=position)
 
-    def once(self, batch_size: int, *, max_batches: int | None = None) -> Iterator[Batch]:
-        """Every row once, in order: for validation. The last batch is filled up with rows of padding."""
+    def once(
+        self, batch_size: int, *, max_batches: int | None = None, last: Literal["pad", "drop"] = "pad"
+    ) -> Iterator[Batch]:
+        """Every row once, in order: for validation.
+
+        A last batch of fewer rows is filled up with rows of padding, or with `last="drop"` left out.
+        """
         _check_batch_size(batch_size)
-        count = -(-len(self) // batch_size)
+        if last not in ("pad", "drop"):
+            raise ValueError(f"the last batch can be 'pad', filled up, or 'drop', left out, not {last!r}")
+        count = -(-len(self) // batch_size) if last == "pad" else len(self) // batch_size
         for start in range(0, min(count, max_batches or count) * batch_size, batch_size):
             indices = np.arange(start, start + batch_size)
             yield self.rows(np.where(indices < len(self), indices, -1))

@@ -20,7 +20,17 @@ from ..layers.stack import Stack
 from ..policies.activation import Activation, named
 from ..policies.axes import any_mesh
 from . import parts
-from .model import Checkpoint, LanguageModel, Losses, check_boundaries, check_inputs, inner_boundaries
+from .model import (
+    Checkpoint,
+    Counts,
+    LanguageModel,
+    Losses,
+    check_boundaries,
+    check_inputs,
+    count_rows,
+    count_targets,
+    inner_boundaries,
+)
 from .moe_config import DeepSeekConfig, MoEConfig
 
 
@@ -182,11 +192,7 @@ class Mixture(LanguageModel):
         shared = self.shared_inputs(tokens, positions, segment_ids, mask)
         depths = []
         for k, module in enumerate(self.mtp, start=1):
-            valid = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < tokens.shape[1] - k, tokens.shape)
-            if segment_ids is not None:
-                valid &= segment_ids == _ahead(segment_ids, k, -1)
-            if mask is not None:
-                valid &= mask & _ahead(mask, k, False)
+            valid = _valid(tokens, segment_ids, mask, k)
             shared["mask"] = attention_mask(
                 tokens.shape[1], segment_ids=segment_ids, mask=valid, window=self.window
             )
@@ -214,6 +220,24 @@ class Mixture(LanguageModel):
             counts.append(mtp_count[None])
             stats[f"mtp.{k - 1}"] = depth.stats
         return Losses(total, count, jnp.concatenate(sums), jnp.concatenate(counts), stats)
+
+    def counts(self, batch: Any, *, mtp: bool = True) -> Counts:
+        """As in `LanguageModel`, with multi-token prediction."""
+        counts, rows = [jnp.zeros(0, jnp.float32)], [jnp.zeros(0, jnp.float32)]
+        for k in range(1, len(self.mtp) + 1 if mtp else 1):
+            valid = _valid(batch.tokens, batch.segment_ids, batch.mask, k)
+            counts.append(count_targets(_ahead(batch.targets, k, IGNORED), valid)[None])
+            rows.append(count_rows(valid, batch.tokens.shape[0])[None])
+        main = super().counts(batch)
+        return Counts(main.count, main.rows, jnp.concatenate(counts), jnp.concatenate(rows))
+
+
+def _valid(tokens: Array, segment_ids: Array | None, mask: Array | None, k: int) -> Bool[Array, "batch sequence"]:
+    """Where the token k places on is a real one of the same document."""
+    valid = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < tokens.shape[1] - k, tokens.shape)
+    if segment_ids is not None:
+        valid &= segment_ids == _ahead(segment_ids, k, -1)
+    return valid if mask is None else valid & mask & _ahead(mask, k, False)
 
 
 def _ahead(x: Int[Array, "batch sequence"] | Bool[Array, "batch sequence"], k: int, fill: Any) -> Array:

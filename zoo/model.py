@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..layers.cache import Cache, LayerCache
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear, check_sizes
-from ..layers.loss import cross_entropy
+from ..layers.loss import IGNORED, cross_entropy
 from ..layers.mask import attention_mask, cache_mask
 from ..layers.moe import MoEStats
 from ..layers.norm import RMSNorm
@@ -42,6 +42,34 @@ class Losses(eqx.Module):
     mtp_sum: Float[Array, " depths"]  # float32: the same for each depth of multi-token prediction
     mtp_count: Float[Array, " depths"]
     stats: dict[str, MoEStats]  # by the path of the stack or MTP module that has experts
+
+
+class Counts(eqx.Module):
+    """What the parts of a loss are divided by. Counts of micro-batches add up to those of the batch."""
+
+    count: Float[Array, ""]  # float32: targets that count, `Losses.count`
+    rows: Float[Array, ""]  # float32: rows with any real token, over which a balance loss is the mean
+    mtp_count: Float[Array, " depths"]  # float32: the same two for each depth of multi-token prediction
+    mtp_rows: Float[Array, " depths"]
+
+    def share(self, part: "Counts", name: str) -> Float[Array, ""]:
+        """How much of a batch's balance loss the rows of a micro-batch are, for the experts of stack `name`."""
+        mine, whole = part.rows, self.rows
+        if name.startswith("mtp."):
+            depth = int(name.split(".")[1])
+            mine, whole = part.mtp_rows[depth], self.mtp_rows[depth]
+        return mine / jnp.maximum(whole, 1)
+
+
+def count_rows(mask: Any, rows: int) -> Float[Array, ""]:
+    """Rows with any True in `mask`; all `rows` without one."""
+    return jnp.asarray(rows, jnp.float32) if mask is None else jnp.sum(jnp.any(mask, axis=1), dtype=jnp.float32)
+
+
+def count_targets(targets: Int[Array, "batch sequence"], mask: Any) -> Float[Array, ""]:
+    """Targets that a cross-entropy counts."""
+    wanted = targets != IGNORED
+    return jnp.sum(wanted if mask is None else wanted & mask, dtype=jnp.float32)
 
 
 def check_inputs(tokens: Any, positions: Any = None, segment_ids: Any = None, mask: Any = None) -> None:
@@ -283,6 +311,13 @@ class LanguageModel(eqx.Module):
         total, count = cross_entropy(states, self.head_weight, batch.targets, mask=batch.mask)
         none = jnp.zeros(0, jnp.float32)
         return Losses(total, count, none, none, stats)
+
+    def counts(self, batch: Any, *, mtp: bool = True) -> Counts:
+        """What the parts of the loss on a batch are divided by; nothing is run for it. Arguments as for `losses`."""
+        del mtp
+        none = jnp.zeros(0, jnp.float32)
+        rows = count_rows(batch.mask, batch.tokens.shape[0])
+        return Counts(count_targets(batch.targets, batch.mask), rows, none, none)
 
     def __repr__(self) -> str:
         """One line, also of abstract, traced and deleted models; `eqx.tree_pformat` prints the whole tree."""

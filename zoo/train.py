@@ -9,35 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Sharding
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from einops import rearrange
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
 from ..layers.embedding import check_tokens
 from ..layers.loss import IGNORED
-from ..layers.router import update_bias
+from ..layers.resident import Resident
+from ..layers.stack import Stack
 from ..policies.activation import named, path_string
+from ..policies.axes import Layout, constrain, use
 from ..policies.remat import checkpoint as apply_annotations
-from .compiled import Program, commit, default_sharding, replicated
+from .balancing import balanced, some
+from .compiled import Program
 from .data import Batch
+from .memory import StateMemory, fetch, memory_of, on_host, put_back, settle
 from .optimizer import arrays_by_path, trainable
-
-_ROUTER_BIAS = ".router.bias.value"
-
-
-class TrainState(eqx.Module):
-    """All that changes in training, and nothing else: arrays only, by path, without the model's structure.
-
-    Annotations belong to the step, so placements can change from one step to the next, or on resuming, without
-    touching the state.
-    """
-
-    params: dict[str, Any]  # by path in the model; master weights, if there are any
-    buffers: dict[str, Any]  # what isn't trained by gradient: the routers' selection biases
-    opt_state: PyTree
-    step: Any  # int32 []: batches seen
-    key: Any  # typed PRNG key []: of the run; a step's own is `fold_in(key, step)`
-    bad_steps: Any  # int32 []: steps skipped because something wasn't finite
-    consecutive: Any  # int32 []: how many of these were the last ones
+from .sharding import Rules, layout as make_layout
+from .state import TrainState, float32, init_state as init_state
 
 
 class Metrics(eqx.Module):
@@ -54,64 +43,6 @@ class Metrics(eqx.Module):
     consecutive: Int[Array, ""]  # how many steps in a row did, up to this one
 
 
-def _float32(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-
-def init_state(
-    model: eqx.Module,
-    optimizer: optax.GradientTransformation,
-    *,
-    key: PRNGKeyArray,
-    master_dtype: Any = None,
-    sharding: Sharding | None = None,
-) -> TrainState:
-    """The state that training `model` starts from: copies of its arrays, committed with their memory kinds.
-
-    **Arguments:**
-
-    - `model`: an abstract one gives an abstract state, for ahead-of-time compilation.
-    - `master_dtype`: parameters of narrower dtypes are kept in this one (`jnp.float32` for a bfloat16 model); the
-        step computes in the model's dtypes all the same. Without it small updates of bfloat16 weights get lost.
-    - `sharding`: where arrays go that aren't committed yet. By default the default device.
-
-    The optimizer's state is made for float32 parameters whatever their dtype, so that its moments are float32.
-    """
-    parameters, rest = trainable(model)
-    params, buffers = commit((arrays_by_path(parameters), arrays_by_path(rest)), sharding)
-
-    def widened(leaf: Any) -> Any:
-        return leaf.dtype if master_dtype is None else jnp.promote_types(leaf.dtype, master_dtype)
-
-    def make(params: dict[str, Any], buffers: dict[str, Any], key: PRNGKeyArray) -> TrainState:
-        params = {path: jnp.array(leaf, widened(leaf), copy=True) for path, leaf in params.items()}
-        zeros = [jnp.zeros((), jnp.int32) for _ in range(3)]
-        # Copies: a donated state must not take the caller's model with it.
-        return TrainState(params, jax.tree.map(jnp.copy, buffers), optimizer.init(_float32(params)), zeros[0],
-                          jax.random.clone(key), *zeros[1:])  # fmt: skip
-
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in [*params.values(), *buffers.values()]):
-        return make(params, buffers, key)  # inside `jax.eval_shape`, where nothing lies anywhere
-    abstract = jax.eval_shape(make, params, buffers, key)
-
-    def place(path: tuple, leaf: Any) -> Sharding:
-        # An optimizer's moments lie where their parameter lies.
-        for entry in path:
-            like = {**params, **buffers}.get(getattr(entry, "key", None))
-            if like is not None and like.shape == leaf.shape:
-                return like.sharding
-        return scalar
-
-    first = next(iter(params.values()), None)
-    scalar = replicated(first.sharding) if first is not None else sharding or default_sharding()
-    shardings = jax.tree_util.tree_map_with_path(place, abstract)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in [*params.values(), *buffers.values()]):
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
-    return jax.jit(make, out_shardings=shardings)(params, buffers, key)
-
-
 def make_train_step(
     model: eqx.Module,
     optimizer: optax.GradientTransformation,
@@ -123,6 +54,10 @@ def make_train_step(
     clip_norm: float | int | None = 1.0,
     compute_dtype: Any = None,
     max_bad_steps: int = 10,
+    accumulate: int = 1,
+    mesh: Mesh | Layout | None = None,
+    rules: Rules | None = None,
+    state_memory: StateMemory | None = None,
 ) -> "Step":
     """The training step of `model`: `state, metrics = step(state, batch)`.
 
@@ -142,8 +77,15 @@ def make_train_step(
     - `compute_dtype`: parameters are cast to it inside the loss, except routers'. By default, the model's own
         dtypes. Gradients and updates are in the dtype of the state's parameters.
     - `max_bad_steps`: how many skipped steps in a row `train_loop` puts up with.
+    - `accumulate`: into how many micro-batches a batch is split, one after the other. Loss and gradients are those
+        of the whole batch, each token counting the same. Gradients add up in float32.
+    - `mesh`, `rules`: the devices that share the step, and how (see `zoo.layout`). Without them it runs where the
+        state lies.
+    - `state_memory`: where the state's arrays live between steps, as for `init_state`: those on the host are
+        brought to the device for the update, parameters of scanned stacks layer by layer when they are used.
+        None leaves every array where it is.
 
-    Raises ValueError for numbers out of range.
+    Raises ValueError for numbers out of range, and as `zoo.layout` does.
     """
     for name, value in (("mtp_weight", mtp_weight), ("balance_weight", balance_weight), ("bias_rate", bias_rate)):
         if not 0 <= value < float("inf"):
@@ -156,8 +98,13 @@ def make_train_step(
         raise ValueError(f"compute_dtype must be a floating dtype, got {compute_dtype!r}")
     wrap = apply_annotations if checkpoint is True else checkpoint or None
     clip = None if clip_norm is None else float(clip_norm)
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be a whole number of micro-batches, 1 or more, got {accumulate!r}")
+    if mesh is None and rules is not None:
+        raise ValueError("rules say how to cut over a mesh: give mesh too")
+    place = None if mesh is None else make_layout(mesh, rules)
     weights = float(mtp_weight), float(balance_weight), float(bias_rate)
-    options = _Options(*weights, clip, compute_dtype, max_bad_steps, wrap)
+    options = _Options(*weights, clip, compute_dtype, max_bad_steps, wrap, accumulate, place, state_memory or {})
     return Step(model, optimizer, options)
 
 
@@ -170,6 +117,9 @@ class _Options:
     compute_dtype: Any
     max_bad_steps: int
     checkpoint: Callable[..., Any] | None
+    accumulate: int
+    layout: Layout | None
+    state_memory: StateMemory
 
 
 class Step:
@@ -193,8 +143,10 @@ class Step:
         self._buffers = frozenset(arrays_by_path(rest))
         self._optimizer = optimizer
         self._options = options
-        self._program = Program("training step", self.raw, donate=True)
-        self._evaluation = Program("evaluation", self._sums, donate=False)
+        self._program = Program("training step", self.raw, donate=True, layout=options.layout)
+        self._evaluation = Program("evaluation", self._evaluate, donate=False, layout=options.layout)
+        stacks = jax.tree_util.tree_leaves_with_path(self.model, is_leaf=_is_stack)
+        self._stacks = tuple(f"{path_string(path)}." for path, node in stacks if _is_stack(node))
 
     def __repr__(self) -> str:
         return f"Step({type(self.model).__name__}, {len(self.parameters)} parameter arrays)"
@@ -218,17 +170,22 @@ class Step:
         looking at one that is on a device would stop the pipeline.
         """
         self._check(state)
-        self._check_ids(batch)
-        return self._program(state, batch)
+        self._check_batch(batch, self._options.accumulate)
+        return self._program(self._settle(state), batch)
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """The step lowered for concrete or abstract arguments, for the devices that their shardings name."""
         self._check(state)
-        return self._program.lower(*self._program.settle(state, batch))
+        self._check_batch(batch, self._options.accumulate)
+        return self._program.lower(*self._program.settle(self._settle(state), batch))
 
     def trace(self, state: TrainState, batch: Batch) -> Any:
         """The step's jaxpr."""
-        return jax.make_jaxpr(self.raw)(state, batch)
+        return jax.make_jaxpr(self.raw)(self._settle(state), batch)
+
+    def _settle(self, state: TrainState) -> TrainState:
+        rules = self._options.state_memory
+        return settle(state, memory_of(state, rules)) if rules else state
 
     def _check(self, state: TrainState) -> None:
         for what, mine, theirs in (
@@ -236,9 +193,23 @@ class Step:
             ("buffers", self._buffers, set(state.buffers)),
         ):
             if mine != theirs:
-                raise ValueError(f"the state is another model's: {what} differ in {_some(mine ^ theirs)}")
+                raise ValueError(f"the state is another model's: {what} differ in {some(mine ^ theirs)}")
 
-    def _check_ids(self, batch: Batch) -> None:
+    def _check_batch(self, batch: Batch, parts: int) -> None:
+        """Raises ValueError for rows that can't be cut into equal parts, and for ids that aren't in the vocabulary."""
+        place, (rows, length) = self._options.layout, batch.tokens.shape
+        cuts = 1 if place is None else place.size(place.axes("batch"))
+        if rows % (parts * cuts):
+            over = f" over mesh axes {', '.join(map(repr, place.axes('batch')))}" if cuts > 1 else ""
+            raise ValueError(
+                f"a batch of {rows} rows can't be cut into {parts} micro-batches of {cuts} equal parts{over}: give a "
+                f"multiple of {parts * cuts}, filled up with rows of padding if need be (zoo.pad_batch)"
+            )
+        if place is not None and length % place.size(place.axes("sequence")):
+            raise ValueError(
+                f"rows of {length} tokens can't be cut into {place.size(place.axes('sequence'))} equal parts over mesh "
+                f"axes {', '.join(map(repr, place.axes('sequence')))}"
+            )
         vocab_size = getattr(getattr(self.model, "config", None), "vocab_size", None)
         for ids, ignored in ((batch.tokens, None), (batch.targets, IGNORED)):
             if vocab_size is not None and isinstance(ids, np.ndarray):
@@ -251,11 +222,14 @@ class Step:
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
             where = path_string(path)
-            if where in buffers:
-                return buffers[where]
             # Routing decisions hang on small differences between logits.
-            keep = self._options.compute_dtype is None or "router" in where.split(".")
-            return params[where].astype(leaf.dtype if keep else self._options.compute_dtype)
+            keep = self._options.compute_dtype is None or where in buffers or "router" in where.split(".")
+            dtype = leaf.dtype if keep else self._options.compute_dtype
+            value = buffers[where] if where in buffers else params[where]
+            if on_host(value) and where.startswith(self._stacks):
+                return Resident(value, dtype)
+            value = fetch(value)
+            return value if where in buffers else value.astype(dtype)
 
         return named(jax.tree_util.tree_map_with_path(fill, self.model))
 
@@ -272,55 +246,96 @@ class Step:
                 return leaf
             where = path_string(path)
             value = state.buffers[where] if where in state.buffers else state.params[where]
-            return value.astype(leaf.dtype)
+            return fetch(value).astype(leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(fill, self.model)
 
-    def _loss(self, params: dict, buffers: dict, batch: Batch) -> tuple[Array, tuple]:
+    def _parts(self, params: dict, buffers: dict, batch: Batch, counts: Any) -> tuple[Array, "_Sums"]:
+        """What a micro-batch adds to the loss of a batch with these counts (None: this is all of it)."""
         options = self._options
         model = self._assemble(params, buffers)
         losses = model.losses(batch, mtp=options.mtp_weight > 0, checkpoint=options.checkpoint)
-        loss = losses.sum / jnp.maximum(losses.count, 1)
-        depths = losses.mtp_sum.shape[0]
-        mtp_loss = jnp.sum(losses.mtp_sum / jnp.maximum(losses.mtp_count, 1)) / max(depths, 1)
-        balance_loss = sum((jnp.sum(s.balance_loss) for s in losses.stats.values()), jnp.zeros((), jnp.float32))
+        count, mtp_count, mine = losses.count, losses.mtp_count, None
+        if counts is not None:
+            count, mtp_count = counts.count, counts.mtp_count
+            mine = model.counts(batch, mtp=options.mtp_weight > 0)
+        loss = losses.sum / jnp.maximum(count, 1)
+        mtp_loss = jnp.sum(losses.mtp_sum / jnp.maximum(mtp_count, 1)) / max(losses.mtp_sum.shape[0], 1)
+        balance_loss = jnp.zeros((), jnp.float32)
+        for name, stats in losses.stats.items():
+            balance_loss += jnp.sum(stats.balance_loss) * (1 if counts is None else counts.share(mine, name))
         load = {name: jax.lax.stop_gradient(s.load) for name, s in losses.stats.items()}
         total = loss + options.mtp_weight * mtp_loss + options.balance_weight * balance_loss
-        return total, (loss, mtp_loss, balance_loss, losses.count, load)
+        return total, _Sums(total, loss, mtp_loss, balance_loss, losses.count, load)
+
+    def _gradients(self, state: TrainState, batch: Batch) -> tuple[dict[str, Array], "_Sums"]:
+        """The gradient of the loss of a batch, and the loss's parts."""
+        options, parts = self._options, self._options.accumulate
+        gradient = jax.grad(self._parts, has_aux=True)
+        if parts == 1:
+            return gradient(state.params, state.buffers, batch, None)
+        if not hasattr(self.model, "counts"):
+            raise ValueError(f"accumulate={parts} needs a model with `counts`, which {type(self.model).__name__} lacks")
+        counts = self._assemble(state.params, state.buffers).counts(batch, mtp=options.mtp_weight > 0)
+
+        def add(carry: tuple, part: Batch) -> tuple[tuple, None]:
+            new = gradient(state.params, state.buffers, part, counts)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, fetch(new)), None
+
+        micro = jax.tree.map(lambda x: _split(x, parts, batch.tokens.shape[0]), batch)
+        first = jax.tree.map(lambda x: x[0], micro)
+        shapes = jax.eval_shape(gradient, state.params, state.buffers, first, counts)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+        return jax.lax.scan(add, zeros, micro)[0]
 
     def raw(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step as a plain function of arrays: forward, backward, update. Nothing is donated."""
+        return self._over_mesh(self._run, state, batch, jax.tree.map(_spec, state))
+
+    def _over_mesh(self, function: Callable[..., Any], state: TrainState, batch: Batch, *specs: Any) -> Any:
+        place = self._options.layout
+        if place is not None and AxisType.Explicit in place.mesh.axis_types:
+            out = (*specs, PartitionSpec()) if specs else PartitionSpec()
+            function = jax.sharding.auto_axes(function, out_sharding=out)
+        with use(place):
+            return function(state, batch)
+
+    def _run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         options = self._options
-        value_and_grad = jax.value_and_grad(self._loss, has_aux=True)
-        (total, (loss, mtp_loss, balance_loss, count, load)), grads = value_and_grad(state.params, state.buffers, batch)
+        grads, sums = self._gradients(state, batch)
         with jax.named_scope("optimizer"):
-            grads = _float32(grads)
+            grads = float32(fetch(grads))
             squares = jnp.stack([jnp.sum(jnp.square(grads[path])) for path in self.parameters])
             grad_norm = jnp.sqrt(jnp.sum(squares))
-            finite = jnp.isfinite(total) & jnp.isfinite(grad_norm)
+            finite = jnp.isfinite(sums.total) & jnp.isfinite(grad_norm)
             if options.clip_norm is not None:
                 factor = options.clip_norm / jnp.maximum(grad_norm, options.clip_norm)
                 grads = jax.tree.map(lambda g: g * factor, grads)
-            wide = _float32(state.params)
-            updates, opt_state = self._optimizer.update(grads, state.opt_state, wide)
-            params = jax.tree.map(lambda p, w, u: (w + u).astype(p.dtype), state.params, wide, updates)
-            buffers = _balanced(state.buffers, load, options.bias_rate, options.mtp_weight > 0)
+            old = fetch(state)
+            wide = float32(old.params)
+            updates, opt_state = self._optimizer.update(grads, old.opt_state, wide)
+            params = jax.tree.map(lambda p, w, u: (w + u).astype(p.dtype), old.params, wide, updates)
+            buffers = balanced(old.buffers, sums.load, options.bias_rate, options.mtp_weight > 0)
             # All or nothing: a step that isn't finite leaves no trace but its count.
             params, buffers, opt_state = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
                 (params, buffers, opt_state),
-                (state.params, state.buffers, state.opt_state),
+                (old.params, old.buffers, old.opt_state),
             )
-            consecutive = jnp.where(finite, 0, state.consecutive + 1)
-            bad_steps = state.bad_steps + ~finite
-        new = TrainState(params, buffers, opt_state, state.step + 1, state.key, bad_steps, consecutive)
-        return new, Metrics(
-            loss, mtp_loss, balance_loss, grad_norm, jnp.sqrt(squares), count, load, ~finite, consecutive
-        )
+            consecutive = jnp.where(finite, 0, old.consecutive + 1)
+            bad_steps = old.bad_steps + ~finite
+        new = TrainState(params, buffers, opt_state, old.step + 1, old.key, bad_steps, consecutive)
+        return put_back(new, state), Metrics(
+            sums.loss, sums.mtp_loss, sums.balance_loss, grad_norm, jnp.sqrt(squares), sums.count, sums.load, ~finite,
+            consecutive,
+        )  # fmt: skip
 
-    def _sums(self, state: TrainState, batch: Batch) -> tuple[Array, Array]:
-        losses = self._assemble(state.params, state.buffers).losses(batch, mtp=False, checkpoint=None)
-        return losses.sum, losses.count
+    def _evaluate(self, state: TrainState, batch: Batch) -> tuple[Array, Array]:
+        def sums(state: TrainState, batch: Batch) -> tuple[Array, Array]:
+            losses = self._assemble(state.params, state.buffers).losses(batch, mtp=False, checkpoint=None)
+            return losses.sum, losses.count
+
+        return self._over_mesh(sums, state, batch)
 
     def evaluate(self, state: TrainState, batches: Iterable[Batch]) -> float:
         """The mean cross-entropy in nats over all valid targets of `batches`, each token counting the same.
@@ -328,8 +343,13 @@ class Step:
         Multi-token prediction doesn't run. Raises ValueError if there is no valid target.
         """
         self._check(state)
+        state = self._settle(state)
         # A few scalars a batch wait on the device, so that no batch waits for the one before.
-        sums = jax.device_get([self._evaluation(state, batch) for batch in batches])
+        pairs = []
+        for batch in batches:
+            self._check_batch(batch, 1)
+            pairs.append(self._evaluation(state, batch))
+        sums = jax.device_get(pairs)
         total, count = (sum(float(pair[i]) for pair in sums) for i in range(2))
         if not count:
             raise ValueError("there is no valid target to evaluate on")
@@ -345,40 +365,30 @@ class Step:
                 return f"the {name.replace('_', ' ')} is {value}"
         bad = ~np.isfinite(np.asarray(metrics.gradient_norms))
         names = {path for path, flag in zip(self.parameters, bad, strict=True) if flag}
-        return f"not finite: the gradient of {_some(names)}" if names else "the gradient norm overflows"
+        return f"not finite: the gradient of {some(names)}" if names else "the gradient norm overflows"
 
 
-def _balanced(buffers: dict[str, Any], load: dict[str, Array], rate: float | int, mtp: bool) -> dict[str, Any]:
-    """The buffers with each router's selection bias moved by the sign rule, from the load of its stack.
+class _Sums(eqx.Module):
+    """Parts of a loss; those of micro-batches add up to those of the batch."""
 
-    A stack's biases are [layers, experts], segment after segment; its load is stacked over all its layers.
-    """
-    new = dict(buffers)
-    left = {path for path in buffers if path.endswith(_ROUTER_BIAS)}
-    for stack, loads in load.items():
-        # In the order of their segments: as text, segment 10 would come before segment 2.
-        paths = sorted((p for p in left if p.startswith(f"{stack}.")), key=_natural)
-        left -= set(paths)
-        start = 0
-        for path in paths:
-            bias = buffers[path]
-            layers = bias.shape[0] if bias.ndim == 2 else 1
-            part = loads.reshape(-1, bias.shape[-1])[start : start + layers]
-            start += layers
-            new[path] = update_bias(bias, part.reshape(bias.shape), rate) if rate else bias
-        counted = loads.size // loads.shape[-1]
-        if paths and start != counted:
-            raise ValueError(f"{stack!r} counts the load of {counted} layers but has {start} biases")
-    left = {path for path in left if mtp or not path.startswith("mtp.")}
-    if left:
-        raise ValueError(f"no expert load was counted for the routers of {_some(left)}: their biases would stand still")
-    return new
+    total: Float[Array, ""]
+    loss: Float[Array, ""]
+    mtp_loss: Float[Array, ""]
+    balance_loss: Float[Array, ""]
+    count: Float[Array, ""]
+    load: dict[str, Float[Array, "..."]]
 
 
-def _natural(path: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
+def _is_stack(node: Any) -> bool:
+    return isinstance(node, Stack)
 
 
-def _some(paths: Iterable[str]) -> str:
-    paths = sorted(paths, key=_natural)
-    return ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+def _spec(leaf: Any) -> PartitionSpec:
+    return getattr(jax.typeof(leaf).sharding, "spec", PartitionSpec())
+
+
+def _split(x: Array, parts: int, rows: int) -> Array:
+    """`x` as micro-batches, each with every `parts`-th row: with rows cut over devices, none has to move."""
+    if x.shape[0] != rows:  # positions that all rows share
+        return jnp.broadcast_to(x, (parts, *x.shape))
+    return constrain(rearrange(x, "(n k) s -> k n s", k=parts), "_ batch sequence")

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from .attention import Attention as Attention, dot_product_attention as dot_product_attention
     from .block import Block as Block
     from .embedding import Embedding as Embedding, check_tokens as check_tokens
-    from .experts import grouped_matmul as grouped_matmul
+    from .grouped import grouped_matmul as grouped_matmul
     from .linear import Buffer as Buffer, Linear as Linear
     from .loss import cross_entropy as cross_entropy
     from .mask import attention_mask as attention_mask
@@ -52,7 +52,7 @@ _ROOMS = {
     "check_tokens": "embedding",
     "cross_entropy": "loss",
     "dot_product_attention": "attention",
-    "grouped_matmul": "experts",
+    "grouped_matmul": "grouped",
 }
 
 __all__ = list(_ROOMS)

@@ -9,11 +9,12 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..policies.activation import Activation
-from ..policies.axes import any_mesh
+from ..policies.axes import any_mesh, current, manual_axes
+from . import exchange
 from .experts import Experts, assign, combine, dispatch
 from .linear import check_input
 from .mlp import MLP
-from .router import SigmoidRouter, SoftmaxRouter
+from .router import Routing, SigmoidRouter, SoftmaxRouter
 
 
 class MoEStats(eqx.Module):
@@ -82,8 +83,8 @@ class MoE(eqx.Module):
         self.shared = None
         if shared_size is not None:
             self.shared = MLP(hidden_size, shared_size, std=std, dtype=dtype, key=shared_key)
-        self.dispatched = Activation("dispatched", axes="batch*sequence embed")
-        self.expert_output = Activation("expert_output", axes="batch*sequence embed")
+        self.dispatched = Activation("dispatched", axes="batch*sequence*experts embed")
+        self.expert_output = Activation("expert_output", axes="batch*sequence*experts embed")
 
     @jax.named_scope("moe")
     @any_mesh
@@ -97,15 +98,35 @@ class MoE(eqx.Module):
         `[batch, sequence, hidden_size]`.
         """
         check_input("MoE", x, self.router.weight.shape[1], rank=3)
-        batch = x.shape[0]
         routing = self.router(x)
+        routed = self._routed if current() is None or manual_axes() else self._routed_over_mesh
+        y, load = routed(x, routing, token_mask)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, MoEStats(load, self.router.balance_loss(routing, batch=x.shape[0], token_mask=token_mask))
+
+    def _routed(self, x: Array, routing: Routing, token_mask: Array | None) -> tuple[Array, Array]:
+        if self.experts.gate_weight.shape[0] != self.router.num_experts:
+            raise ValueError(
+                f"MoE: this device has {self.experts.gate_weight.shape[0]} of {self.router.num_experts} experts: "
+                "inside jax.shard_map each needs all of them; to have tokens exchanged leave shard_map, with a Layout "
+                "in use"
+            )
         flat = "b s ... -> (b s) ..."
         valid = None if token_mask is None else rearrange(token_mask, flat)
         assignment = assign(rearrange(routing.indices, flat), self.router.num_experts, token_mask=valid)
         rows = self.dispatched(dispatch(rearrange(x, flat), assignment))
         rows = self.expert_output(self.experts(rows, assignment.group_sizes))
-        y = rearrange(combine(rows, rearrange(routing.weights, flat), assignment), "(b s) d -> b s d", b=batch)
-        if self.shared is not None:
-            y = y + self.shared(x)
-        load = assignment.group_sizes.astype(jnp.float32)
-        return y, MoEStats(load, self.router.balance_loss(routing, batch=batch, token_mask=token_mask))
+        y = rearrange(combine(rows, rearrange(routing.weights, flat), assignment), "(b s) d -> b s d", b=x.shape[0])
+        return y, assignment.group_sizes.astype(jnp.float32)
+
+    def _routed_over_mesh(self, x: Array, routing: Routing, token_mask: Array | None) -> tuple[Array, Array]:
+        layout = current()
+        for name, axes in self.experts.axes.items():
+            if getattr(self.experts, name) is not None:
+                layout.check(axes, getattr(self.experts, name).shape, f"experts.{name} of MoE")
+        grid = exchange.Grid(layout)
+        plan = exchange.assign(grid, routing.indices, self.router.num_experts, token_mask=token_mask)
+        rows = self.dispatched(exchange.dispatch(x, plan))
+        rows = self.expert_output(self.experts(rows, plan.group_sizes, grid))
+        return exchange.combine(rows, routing.weights, plan), plan.load

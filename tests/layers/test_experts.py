@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from overspill.layers import experts as module
+from overspill.layers import grouped as module
 from overspill.layers.experts import Experts, assign, combine, dispatch, grouped_matmul
 
 ROWS, OUT, FEATURES = 29, 5, 7

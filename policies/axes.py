@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,7 +58,7 @@ class Layout:
     Any one array is cut over a mesh axis once: the first of its dimensions whose rule names it gets it.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # one without devices is enough to look at shards
     rules: tuple[tuple[str, tuple[str, ...]], ...]
 
     @functools.cached_property
@@ -184,6 +184,17 @@ def gather(weight: Array, axes: str | None) -> Array:
         return weight
     inner, outer = _place(layout, layout.computed(axes)), _place(layout, layout.stored(axes))
     return weight if inner is None else _gather(inner, outer, weight)
+
+
+def whole(x: Array, axes: str, name: str) -> Array:
+    """`x`, cut as `axes` say, gathered along its dimension `name`. Its gradient is summed and cut again right away."""
+    layout = current()
+    if layout is None:
+        return x
+    parts, dims = layout.parts(axes), parse(axes)
+    inner = _spec(tuple(() if dim.names == (name,) else part for dim, part in zip(dims, parts, strict=True)))
+    places = _place(layout, inner), _place(layout, _spec(parts))
+    return x if places[0] is None else _gather(*places, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

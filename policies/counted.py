@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from typing import Any
 
 from .activation import Placement
 from .report import Table, format_bytes
@@ -21,7 +22,8 @@ class Kind(enum.StrEnum):
 class Entry:
     """One line of a census: values of one kind that the backward pass keeps.
 
-    `shape` is that of one layer; `bytes` counts all `layers`. `label` is an activation's path, an
+    `shape` is that of one layer; `bytes` counts all `layers`, and `shard_bytes` what of them one device of a mesh
+    holds: the same without a mesh. `label` is an activation's path, an
     argument's path, or, for other values, the operation and the line of code that made them.
     """
 
@@ -32,6 +34,7 @@ class Entry:
     layers: int
     bytes: int
     memory: Placement
+    shard_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +46,27 @@ class Census:
       `"not needed"` (the backward pass doesn't use it), `"same value as NAME"` or `"never tagged"`.
     - `annotations`: the annotated activations, by their path.
     - `raw`: activations whose unnamed original is kept beside them.
+    - `devices`: of the mesh that the program is cut over; 1 without one.
+
+    Bytes are those of all devices together, unless they are asked for `each=True`: then of one of them. Values
+    that no constraint in the program cuts are counted as cut like what they are computed from, or whole.
     """
 
     entries: tuple[Entry, ...]
     statuses: dict[str, str]
     annotations: dict[str, Placement]
     raw: tuple[str, ...] = ()
+    devices: int = 1
 
-    def bytes(self, *kinds: Kind | str, memory: Placement | str | None = None) -> int:
-        """Bytes kept, of the given kinds (named and unnamed values if none is given) and memory (any)."""
+    def bytes(self, *kinds: Kind | str, memory: Placement | str | None = None, each: bool = False) -> int:
+        """Bytes kept, of the given kinds (named and unnamed values if none is given) and memory (any).
+
+        With `each` those on one device of the mesh.
+        """
         wanted = {Kind(kind) for kind in kinds} or {Kind.NAMED, Kind.UNNAMED}
         place = None if memory is None else Placement.parse(memory)
-        return sum(e.bytes for e in self.entries if e.kind in wanted and place in (None, e.memory))
+        chosen = [e for e in self.entries if e.kind in wanted and place in (None, e.memory)]
+        return sum(e.shard_bytes if each else e.bytes for e in chosen)
 
     @property
     def device_bytes(self) -> int:
@@ -82,22 +94,35 @@ class Census:
         """
         rows: list[tuple] = []
         for name, status in self.statuses.items():
-            rows += [_row(entry) for entry in self.of(name)] or [(name, Kind.NAMED, "", "", "", status)]
+            kept = [self._row(entry) for entry in self.of(name)]
+            rows += kept or [self._cells(name, Kind.NAMED, "", "", "", "", status)]
         others = [e for e in self.entries if e.kind not in (Kind.NAMED, Kind.ARGUMENT)]
-        rows += [_row(entry) for entry in sorted(others, key=lambda e: -e.bytes)]
+        rows += [self._row(entry) for entry in sorted(others, key=lambda e: -e.bytes)]
         read = [e for e in self.entries if e.kind is Kind.ARGUMENT]
         if arguments:
-            rows += [_row(entry) for entry in read]
+            rows += [self._row(entry) for entry in read]
         elif read:
-            size = format_bytes(self.bytes(Kind.ARGUMENT))
-            rows.append((f"{len(read)} arguments", Kind.ARGUMENT, "", "", size, "there anyhow"))
+            size, each = (format_bytes(self.bytes(Kind.ARGUMENT, each=each)) for each in (False, True))
+            rows.append(self._cells(f"{len(read)} arguments", Kind.ARGUMENT, "", "", size, each, "there anyhow"))
         device, host = format_bytes(self.device_bytes), format_bytes(self.host_bytes)
         footer = (
             f"activations on the device {device}, on the host {host}; of these {self.unnamed_share:.1%} unnamed:\n"
             "computed where no annotation is, such as the embedding, the final norm and the loss"
         )
-        columns = ("value", "class", "one layer", "layers", "bytes", "waits")
+        if self.devices > 1:
+            device, host = (format_bytes(self.bytes(memory=m, each=True)) for m in (Placement.DEVICE, Placement.HOST))
+            footer += f"\neach of {self.devices} devices keeps {device} of them in its own memory, {host} on the host"
+        columns = self._cells("value", "class", "one layer", "layers", "bytes", "one device", "waits")
         return Table(columns, rows, title="Kept for the backward pass", footer=footer, paths=True)
+
+    def _cells(self, *cells: Any) -> tuple:
+        """The cells of a row; those for one device only over a mesh."""
+        return cells if self.devices > 1 else (*cells[:5], *cells[6:])
+
+    def _row(self, entry: Entry) -> tuple:
+        sizes = format_bytes(entry.bytes), format_bytes(entry.shard_bytes)
+        array = array_text(entry.dtype, entry.shape)
+        return self._cells(entry.label, entry.kind, array, entry.layers, *sizes, entry.memory)
 
     def __str__(self) -> str:
         return str(self.table())
@@ -112,7 +137,3 @@ def array_text(dtype: str, shape: tuple[int, ...]) -> str:
     """An array's dtype and shape as text: `float32[4,128]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
-
-def _row(entry: Entry) -> tuple:
-    array = array_text(entry.dtype, entry.shape)
-    return (entry.label, entry.kind, array, entry.layers, format_bytes(entry.bytes), entry.memory)

@@ -5,8 +5,9 @@ and the classes behind jaxprs differ between versions.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ class Value:
     body: "Value | None" = None
     layers: int = 1
     stacked: bool = False
+    placed: Any = None  # an argument's sharding, where it has one
 
     @property
     def primitive(self) -> str:
@@ -115,16 +117,17 @@ class Program:
 
     - `closed`: a ClosedJaxpr that holds both passes.
     - `arguments`: a label for each input; None marks one that belongs to the backward pass (a cotangent).
+    - `shardings`: of the inputs, where they have one.
     """
 
-    def __init__(self, closed: Any, arguments: list[str | None]):
+    def __init__(self, closed: Any, arguments: list[str | None], shardings: Sequence[Any] = ()):
         self.named: list[Value] = []  # every value that a name stands on, forward
         self.forward_names: set[str] = set()
         self.backward_names: set[str] = set()
         self._kept: dict[int, Value] = {}
         inputs = [
-            Value(v.aval, argument=label, backward=label is None)
-            for v, label in zip(closed.jaxpr.invars, arguments, strict=True)
+            Value(v.aval, argument=label, backward=label is None, placed=placed)
+            for v, label, placed in itertools.zip_longest(closed.jaxpr.invars, arguments, shardings)
         ]
         consts = [Value(v.aval, constant=True) for v in closed.jaxpr.constvars]
         self._run(closed.jaxpr, consts, inputs, transposed=False)

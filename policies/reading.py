@@ -6,6 +6,7 @@ from typing import Any
 
 from .activation import Annotation, Placement
 from .counted import Census, Entry, Kind
+from .cuts import Partition
 from .jaxprs import Program, Value
 
 
@@ -15,6 +16,7 @@ class Reader:
     def __init__(self, program: Program, rows: list[Annotation]):
         self.program = program
         self.rows = rows
+        self.partition = Partition()
         self.raw_names: dict[int, list[str]] = collections.defaultdict(list)
         self.aliases: dict[str, set[str]] = collections.defaultdict(set)
         for value in program.named:
@@ -40,16 +42,17 @@ class Reader:
             kind, label = self._classify(value, raw)
             memory = Placement.HOST if value.on_host else Placement.DEVICE
             key = (kind, label, shape, str(value.aval.dtype), memory)
-            counts = merged.setdefault(key, [0, 0])
+            counts = merged.setdefault(key, [0, 0, 0])
             counts[0] += layers
             counts[1] += value.bytes
+            counts[2] += self.partition.bytes(value)
         entries = tuple(
-            Entry(kind, label, shape, dtype, layers, size, memory)
-            for (kind, label, shape, dtype, memory), (layers, size) in merged.items()
+            Entry(kind, label, shape, dtype, layers, size, memory, shard)
+            for (kind, label, shape, dtype, memory), (layers, size, shard) in merged.items()
         )
         annotated = {row.path: row.placement for row in self.rows}
         statuses = self._statuses(entries, [*annotated, *sorted(self._tagged() - set(annotated))])
-        return Census(entries, statuses, annotated, tuple(dict.fromkeys(raw)))
+        return Census(entries, statuses, annotated, tuple(dict.fromkeys(raw)), self.partition.devices)
 
     def _tagged(self) -> set[str]:
         return self.program.forward_names | self.program.backward_names

@@ -152,6 +152,7 @@ def _trace(function: Any, args: tuple, kwargs: dict) -> Program:
     flat, treedef = jax.tree_util.tree_flatten_with_path(arrays)
     leaves = [leaf for _, leaf in flat]
     labels: list[str | None] = [_label(path) for path, _ in flat]
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
 
     def call(leaves: list[Any]) -> list[Any]:
         function, args, kwargs = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
@@ -159,7 +160,7 @@ def _trace(function: Any, args: tuple, kwargs: dict) -> Program:
 
     plain = jax.make_jaxpr(call)(leaves)
     if has_backward(plain.jaxpr):
-        return Program(plain, labels)
+        return Program(plain, labels, shardings)
     inexact = [_is_inexact(leaf) for leaf in leaves]
     outputs = [v.aval for v in plain.jaxpr.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
     if not any(inexact) or not outputs:
@@ -179,7 +180,7 @@ def _trace(function: Any, args: tuple, kwargs: dict) -> Program:
 
     # Traced anew: with equal closures JAX may answer from its cache of `plain`, which is as good.
     closed = jax.make_jaxpr(both)(leaves, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs])
-    return Program(closed, labels + [None] * len(outputs))
+    return Program(closed, labels + [None] * len(outputs), shardings)
 
 
 def _label(path: tuple) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         resegment as resegment,
     )
     from .checkpoint_io import CheckpointMismatch as CheckpointMismatch, restore as restore_state, save as save_state  # noqa: F401
+    from .collectives import Collectives as Collectives, find_collectives as find_collectives
     from .compiled import RecompilationWarning as RecompilationWarning
     from .config import LlamaConfig as LlamaConfig
     from .data import (
@@ -55,6 +56,7 @@ _ROOMS = {
     "ByteTokenizer": "data",
     "CheckpointMismatch": "checkpoint_io",
     "Corpus": "data",
+    "Collectives": "collectives",
     "DeepSeek": "deepseek",
     "DeepSeekConfig": "moe_config",
     "Llama": "llama",
@@ -76,6 +78,7 @@ _ROOMS = {
     "abstract": "building",
     "adamw": "optimizer",
     "build": "building",
+    "find_collectives": "collectives",
     "from_config": "hf_config",
     "generate": "generation",
     "init_state": "state",

@@ -1,4 +1,4 @@
-"""The command line: `overspill train`, `overspill generate`, `overspill models`."""
+"""The command line: `overspill train`, `overspill generate`, `overspill mesh`, `overspill models`."""
 
 import contextlib
 import pathlib
@@ -24,6 +24,7 @@ app = typer.Typer(
 _WIDTH = None if sys.stdout.isatty() else 140
 console = Console(highlight=False, width=_WIDTH)
 errors = Console(stderr=True, highlight=False)
+_MESH = "Axes and how many devices each has, such as data=2,fsdp=4: data, fsdp, tensor, expert and sequence."
 
 
 def _version(asked: bool) -> bool:
@@ -92,6 +93,10 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Decides weights and the order of the data.")] = 0,
     prompt: Annotated[str, typer.Option(help="What the sample at the end continues.")] = "def ",
     sample: Annotated[int, typer.Option(min=0, help="Tokens of sample text at the end; 0 for none.")] = 200,
+    mesh: Annotated[str, typer.Option(help=f"{_MESH} By default one device.")] = "",
+    cpu_devices: Annotated[
+        int, typer.Option(min=0, help="Take the CPU for so many devices, to try a mesh without accelerators.")
+    ] = 0,
 ) -> None:
     """Train a model on text, its activations placed as you say.
 
@@ -118,6 +123,8 @@ def train(
                 seed=seed,
                 prompt=prompt,
                 sample=sample,
+                mesh=mesh,
+                cpu_devices=cpu_devices,
             )
         )
         code = run(console)
@@ -193,6 +200,58 @@ def generate(
         code = speech(Console(stderr=True, highlight=False, quiet=quiet))
     if code:
         raise typer.Exit(code)
+
+
+@app.command()
+def mesh(
+    model: Annotated[str, typer.Argument(help="A model's name, or the path of a config.json or of its folder.")],
+    mesh: Annotated[str, typer.Option(help=_MESH)],
+    rules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule",
+            "-r",
+            help="What a logical axis is cut over, such as embed=fsdp+data; kv_heads= keeps that one whole on every "
+            "device. May be repeated. All others are as the names of the mesh's axes say.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per step. By default one for each part that a batch is cut in.")
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 1024,
+    dtype: Annotated[
+        str, typer.Option(help="What the model computes in: float32 or bfloat16 (with float32 master weights).")
+    ] = "bfloat16",
+    placements: Annotated[
+        list[str] | None,
+        typer.Option("--placements", "-p", help="As for `overspill train`: what is recomputed is gathered again."),
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option(help="Compile a training step for that many CPU devices, to see its collectives.")
+    ] = True,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Write everything to this file, too.")] = None,
+) -> None:
+    """Show what a mesh makes of a model: shards, the training state on one device, a step's collectives.
+
+    No weights are made, so any model fits. The step is compiled for CPU devices that aren't there.
+    """
+    from .inspecting import Options, prepare
+
+    with _plain_errors():
+        inspection = prepare(
+            Options(
+                model=model,
+                mesh=mesh,
+                rules=tuple(rules or ()),
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+                dtype=dtype,
+                placements=tuple(placements or ("offload_all",)),
+                compile=compile,
+                json=json,
+            )
+        )
+        inspection(console)
 
 
 @app.command()

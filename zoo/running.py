@@ -28,6 +28,7 @@ from .data import ByteTokenizer, PackedDataset, Position, load_corpus
 from .generation import generate
 from .hf_config import from_config
 from .loop import Record, TrainingDiverged, train
+from .meshes import parse_mesh, use_cpu_devices, use_cpu_only
 from .optimizer import adamw, warmup_cosine
 from .train import Step, TrainState, init_state, make_train_step
 
@@ -53,6 +54,8 @@ class Options:
     seed: int
     prompt: str
     sample: int
+    mesh: str = ""
+    cpu_devices: int = 0
 
 
 def parse_placements(model: Any, texts: tuple[str, ...]) -> Any:
@@ -81,6 +84,12 @@ def prepare(options: Options) -> "Run":
     for extra in ("orbax.checkpoint", "matplotlib"):
         if importlib.util.find_spec(extra.partition(".")[0]) is None:
             raise ValueError(f"training needs {extra.partition('.')[0]}: pip install 'overspill[train]'")
+    if options.cpu_devices:
+        # Before anything asks JAX for its devices.
+        use_cpu_only()
+        use_cpu_devices(options.cpu_devices)
+    if options.mesh:
+        parse_mesh(options.mesh)
     if options.dtype not in _DTYPES:
         raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(_DTYPES)}")
     if not 0 < options.learning_rate < float("inf"):

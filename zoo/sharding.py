@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..policies.activation import path_string
 from ..policies.axes import LOGICAL_AXES, Layout
 from ..policies.report import Table, format_bytes
+from .compiled import compute_memory
 
 T = TypeVar("T")
 Rules = Mapping[str, str | Sequence[str] | None]
@@ -31,7 +32,7 @@ class ShardingWarning(UserWarning):
     """Arrays or rules that a sharding doesn't reach."""
 
 
-def rules_for(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+def rules_for(mesh: Mesh | AbstractMesh) -> dict[str, tuple[str, ...]]:
     """The table that the names of a mesh's axes stand for, to be edited: `rules_for(mesh) | {"kv_heads": ()}`.
 
     An axis called `data`, `fsdp`, `tensor`, `expert` or `sequence` is that preset (see `PRESETS`); several add up.
@@ -48,7 +49,7 @@ def rules_for(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     return table
 
 
-def layout(mesh: Mesh | Layout, rules: Rules | None = None) -> Layout:
+def layout(mesh: Mesh | AbstractMesh | Layout, rules: Rules | None = None) -> Layout:
     """A mesh with its rules, checked; with a Layout and no rules, the same.
 
     **Arguments:**
@@ -175,7 +176,7 @@ def _text(spec: PartitionSpec) -> str:
     return " ".join(parts) if any(part != "-" for part in parts) else "whole"
 
 
-def shards(model: PyTree, mesh: Mesh | Layout, rules: Rules | None = None) -> Shards:
+def shards(model: PyTree, mesh: Mesh | AbstractMesh | Layout, rules: Rules | None = None) -> Shards:
     """How `model`, concrete or abstract, lies over `mesh`: looks, and places nothing.
 
     Raises ValueError, naming the array, the dimension and the mesh axis, where one can't be cut into equal parts.
@@ -259,6 +260,6 @@ def place_by_path(tree: T, shardings: Mapping[str, NamedSharding]) -> T:
     return jax.tree_util.tree_map_with_path(move, tree)
 
 
-def _memory_kind(leaf: Any, sharding: NamedSharding) -> str:
+def _memory_kind(leaf: Any, sharding: NamedSharding) -> str | None:
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-    return kind or sharding.mesh.devices.flat[0].default_memory().kind
+    return kind or compute_memory(sharding.mesh.devices.flat[0])

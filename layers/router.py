@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
@@ -11,7 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
-from ..policies.axes import any_mesh, gather
+from ..policies.axes import any_mesh, current, gather, manual_axes
+from .exchange import Grid
 from .linear import Buffer, check_input, check_sizes, normal
 
 # Keeps a sum of weights that are all zero from dividing by it.
@@ -98,13 +100,15 @@ class SoftmaxRouter(eqx.Module):
         if self.bias is not None:
             logits = logits + self.bias.astype(jnp.float32)
         scores = jax.nn.softmax(self.logits(logits), axis=-1)
-        choice = lax.stop_gradient(scores)
+        indices = _by_token(self._choose, lax.stop_gradient(scores))
+        weights = _weights(scores, indices, self.normalize, self.scale)
+        return Routing(indices, weights, scores)
+
+    def _choose(self, choice: Array) -> Array:
         if self.method == "group_limited_greedy":
             best = jnp.max(_split(choice, self.groups), axis=-1)
             choice = _keep_groups(choice, best, self.top_groups)
-        indices = lax.top_k(choice, self.top_k)[1]
-        weights = _weights(scores, indices, self.normalize, self.scale)
-        return Routing(indices, weights, scores)
+        return lax.top_k(choice, self.top_k)[1]
 
     def balance_loss(
         self, routing: Routing, *, batch: int, token_mask: Bool[Array, "*tokens"] | None = None
@@ -174,21 +178,24 @@ class SigmoidRouter(eqx.Module):
         """
         check_input("SigmoidRouter", x, self.weight.shape[1])
         scores = jax.nn.sigmoid(self.logits(_logits(x, gather(self.weight, self.axes["weight"]))))
-        choice = lax.stop_gradient(scores + self.bias.value.astype(jnp.float32))
-        if self.groups > 1:
-            best = jnp.sum(lax.top_k(_split(choice, self.groups), 2)[0], axis=-1)
-            choice = _keep_groups(choice, best, self.top_groups)
-        indices = lax.top_k(choice, self.top_k)[1]
+        indices = _by_token(self._choose, lax.stop_gradient(scores + self.bias.value.astype(jnp.float32)))
         # Gathered from the unbiased scores: taking the bias off the biased ones again would lose small scores.
         weights = _weights(scores, indices, self.normalize, self.scale)
         return Routing(indices, weights, scores)
+
+    def _choose(self, choice: Array) -> Array:
+        if self.groups > 1:
+            best = jnp.sum(lax.top_k(_split(choice, self.groups), 2)[0], axis=-1)
+            choice = _keep_groups(choice, best, self.top_groups)
+        return lax.top_k(choice, self.top_k)[1]
 
     def balance_loss(
         self, routing: Routing, *, batch: int, token_mask: Bool[Array, "*tokens"] | None = None
     ) -> Float[Array, ""]:
         """`balance_loss` with the load counted over the best scores without bias and groups, as in equation
         18 of the DeepSeek-V3 report."""
-        indices = lax.top_k(lax.stop_gradient(routing.scores), self.top_k)[1]
+        best = lambda scores: lax.top_k(scores, self.top_k)[1]
+        indices = _by_token(best, lax.stop_gradient(routing.scores))
         return balance_loss(Routing(indices, routing.weights, routing.scores), batch=batch, token_mask=token_mask)
 
 
@@ -267,6 +274,15 @@ def _logits(x: Array, weight: Array) -> Array:
     return jnp.einsum(
         "...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
+
+
+def _by_token(choose: Callable[[Array], Array], scores: Array) -> Array:
+    # Each device for its own tokens: for top_k the partitioner would gather the scores of all.
+    layout = current()
+    if layout is None or manual_axes() or scores.ndim != 3:
+        return choose(scores)
+    grid = Grid(layout)
+    return grid.map(choose, grid.tokens, grid.tokens)(scores)
 
 
 def _split(scores: Array, groups: int) -> Array:

@@ -5,11 +5,11 @@ from typing import Any, ClassVar, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
-from ..policies.axes import any_mesh
+from ..policies.axes import any_mesh, current, manual_axes, whole
 from .cache import LayerCache
 from .linear import Linear, check_input, check_sizes, normal
 from .mask import within
@@ -32,10 +32,16 @@ def dot_product_attention(
     Query head h reads kv head `h // (heads / kv_heads)`. The width of values may differ from that of keys. A
     query that sees no key gives exactly zero, and zero gradients. `sinks` are one more logit for each head, which
     takes its share of the softmax and has no value (gpt-oss). Raises ValueError when the heads don't divide.
+
+    With a `Layout` in use that cuts the sequence, each device has its own queries and gets all keys and values of
+    its heads. It looks at every key, hidden or not, so that devices with early and with late queries have the same
+    work.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {kv_heads} kv heads")
+    key, value = (_for_all_queries(x, heads) for x in (key, value))
+    kv_heads = key.shape[2]
     # Heads first, before the products: otherwise the backward pass transposes the probabilities, the largest array.
     q = rearrange(query, "b s (k g) d -> b k g s d", k=kv_heads)
     k = rearrange(key, "b t k d -> b k t d")
@@ -59,6 +65,19 @@ def dot_product_attention(
     context = jnp.einsum("bkgst,bktd->bkgsd", probabilities, v)
     sees_any = jnp.any(mask, axis=-1)[:, None, None, :, None]
     return rearrange(jnp.where(sees_any, context, 0), "b k g s d -> b s (k g) d")
+
+
+def _for_all_queries(x: Array, heads: int) -> Array:
+    """Keys or values as the products read them over a mesh: the whole sequence, of the heads that a device has.
+
+    Where there are too few of them for that, each query head gets its own copy.
+    """
+    layout, axes = current(), "batch sequence heads head_dim"
+    if layout is None or manual_axes():
+        return x
+    if x.shape[2] % layout.size(layout.parts(axes)[2]):
+        x = repeat(x, "b t k d -> b t (k g) d", g=heads // x.shape[2])
+    return whole(x, axes, "sequence")
 
 
 class Attention(eqx.Module):

@@ -9,8 +9,9 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
-from ..policies.axes import any_mesh
+from ..policies.axes import any_mesh, whole
 from .linear import Linear, Untrained, check_input, check_sizes
+from .local import on_each_device
 from .rotary import Rotary, Tables
 
 
@@ -115,13 +116,20 @@ class Indexer(Untrained):
         query = rearrange(self.query_up(query_latent), "b s (h d) -> b s h d", h=self.num_heads)
         if rotary is not None:
             query = rotary.half_split().apply(query, tables)
+        keys = whole(keys, "batch sequence _", "sequence")
         query, keys = query.astype(jnp.float32), keys.astype(jnp.float32)
         weights = self.head_weights(x.astype(jnp.float32)) * self.num_heads**-0.5
         scores = jax.nn.relu(jnp.einsum("bshd,btd->bhst", query, keys) * self.head_dim**-0.5)
         scores = jnp.where(mask, jnp.einsum("bhst,bsh->bst", scores, weights), -jnp.inf)
-        indices = self.selected(jax.lax.stop_gradient(self._best(scores)))
-        rows, columns = jnp.arange(batch)[:, None, None], jnp.arange(x.shape[1])[None, :, None]
-        return mask & jnp.zeros((batch, x.shape[1], length), bool).at[rows, columns, indices].set(True)
+        cut = {"takes": ("batch sequence _",), "gives": "batch sequence _"}
+        best = on_each_device(self._best, jax.lax.stop_gradient(scores), **cut)
+        indices = self.selected(best)
+
+        def picked(indices: Array) -> Array:
+            rows, columns = jnp.arange(indices.shape[0])[:, None, None], jnp.arange(indices.shape[1])[None, :, None]
+            return jnp.zeros((*indices.shape[:2], length), bool).at[rows, columns, indices].set(True)
+
+        return mask & on_each_device(picked, indices, **cut)
 
     def _best(self, scores: Float[Array, "batch sequence keys"]) -> Int[Array, "batch sequence top_k"]:
         return jax.lax.top_k(scores, self.top_k)[1]

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from ..policies.axes import any_mesh, constrain
+
 
 @jax.named_scope("attention_mask")
+@any_mesh
 def attention_mask(
     queries: int,
     *,
@@ -23,7 +26,7 @@ def attention_mask(
         may be left without any key; attention answers with zeros then.
     - `window`: a query sees its own key and the `window - 1` before it.
 
-    Raises ValueError when a length or the window doesn't fit.
+    Over a mesh it is cut along queries, never along keys. Raises ValueError when a length or the window doesn't fit.
     """
     for name, array in (("segment_ids", segment_ids), ("mask", mask)):
         if array is not None and array.shape[-1] != queries:
@@ -38,10 +41,10 @@ def attention_mask(
         visible &= query - key < window
     visible = visible[None]
     if segment_ids is not None:
-        visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        visible = visible & (segment_ids[:, :, None] == constrain(segment_ids, "batch _")[:, None, :])
     if mask is not None:
-        visible = visible & mask[:, None, :]
-    return visible
+        visible = visible & constrain(mask, "batch _")[:, None, :]
+    return constrain(visible, "_ sequence _" if segment_ids is None and mask is None else "batch sequence _")
 
 
 @jax.named_scope("cache_mask")

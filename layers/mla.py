@@ -36,6 +36,10 @@ class MLA(eqx.Module):
     `[batch, sequence, kv_lora_rank + qk_rope_head_dim]`, the down projections before their norms; `query` and `key`
     `[batch, sequence, heads, qk_nope_head_dim + qk_rope_head_dim]`, `value` and `context`
     `[batch, sequence, heads, v_head_dim]`, as the softmax uses them and the heads' output.
+
+    Over a mesh that cuts the sequence, each device makes the keys and values of its own tokens, so that only those
+    wait on it for the backward pass, and attention gathers them. To gather latents would send less, but each device
+    would then make the keys and values of all tokens, and keep or remake them.
     """
 
     query_down: Linear | None  # q_a_proj

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from ..policies.axes import Layout, current, manual_axes
+from .local import by_specs
 
 
 class Cuts(NamedTuple):
@@ -34,10 +35,8 @@ class Cuts(NamedTuple):
         return PartitionSpec(self.vocab or None, self.scatter or None)
 
     def run(self, function: Callable[..., Any], *args: Array, takes: Any, gives: Any) -> Any:
-        """`function` on what each device holds of `args`, cut by the specs `takes`; `gives` are those of its results."""
-        # The derivatives are written by hand: no need for types that say what varies over which axis.
-        mesh = {"mesh": self.layout.mesh} if jax.sharding.get_abstract_mesh().empty else {}
-        return jax.shard_map(function, in_specs=takes, out_specs=gives, check_vma=False, **mesh)(*args)
+        """`function` on what each device holds of `args` (see `by_specs`)."""
+        return by_specs(self.layout, function, *args, takes=takes, gives=gives)
 
     def first(self, weight: Array) -> Array | int:
         """The id of row 0 of this device's part of the weight."""

@@ -53,6 +53,9 @@ runtime_version { major: 13 minor: 0 patch: 0 } device_description_str: "NVIDIA 
 """
 
 
+MEMORY = {"h200": 151397597184, "v5p": 95 * 2**30}  # XLA refuses what doesn't fit a TPU, not what doesn't fit a GPU
+
+
 def devices(target, count):
     """`count` devices of a machine that isn't there."""
     if target == "h200":
@@ -137,7 +140,9 @@ def main():
           f"{math.prod(sizes.values())} x {options.target} as {options.mesh}, JAX {jax.__version__}")  # fmt: skip
     print(f"lowered in {lower_seconds:.1f} s, compiled in {compile_seconds:.1f} s")
     print(f"arguments {memory.argument_size_in_bytes:,} bytes a device, by the rules {expected:,}")
-    print(f"scratch {format_bytes(memory.temp_size_in_bytes)}, host {format_bytes(memory.host_temp_size_in_bytes)}")
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    print(f"scratch {format_bytes(memory.temp_size_in_bytes)}, host {format_bytes(memory.host_temp_size_in_bytes)}; a "
+          f"device needs {format_bytes(needed)} and has {format_bytes(MEMORY[options.target])}")  # fmt: skip
     print(found)
     print(f"all-gathers of all experts of a layer: {len(full)}; all-to-alls: {exchanged}")
     failed = bool(full) or bool(layout.axes("experts")) and not exchanged
@@ -150,7 +155,8 @@ def main():
             "jax": jax.__version__, "batch": list(shape), "rules": {k: list(v) for k, v in layout.rules},
             "lower_seconds": round(lower_seconds, 1), "compile_seconds": round(compile_seconds, 1),
             "argument_bytes": memory.argument_size_in_bytes, "expected_argument_bytes": expected,
-            "temp_bytes": memory.temp_size_in_bytes, "host_temp_bytes": memory.host_temp_size_in_bytes,
+            "device_bytes": MEMORY[options.target], "temp_bytes": memory.temp_size_in_bytes,
+            "host_temp_bytes": memory.host_temp_size_in_bytes,
             "full_expert_gathers": len(full), "exchanges": exchanged, "collectives": found.as_json(),
         }  # fmt: skip
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -136,7 +136,8 @@ class Inspection:
         parts = self.state()
         console.print(self._state_table(parts))
         if options.compile:
-            self.compile(parts)
+            with console.status(f"compiling a training step for {devices:,} CPU devices"):
+                self.compile()
             console.print(self.collectives.table())
             console.print(
                 f"one training step on {self.batch_size} x {options.sequence_length} tokens, compiled in "
@@ -185,8 +186,8 @@ class Inspection:
         ids, flags = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_))
         return step.lower(self._state(self.layout), Batch(ids, ids, ids, ids, flags))
 
-    def compile(self, parts: list[StatePart]) -> None:
-        """Finds the collectives of the training step. Raises RuntimeError when the state isn't what was said."""
+    def compile(self) -> None:
+        """Finds the collectives of the training step."""
         begin = time.perf_counter()
         compiled = self.lower().compile(compiler_options=_FAST)
         self.seconds = time.perf_counter() - begin

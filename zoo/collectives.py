@@ -57,7 +57,7 @@ def find_collectives(compiled: Any, mesh: Mesh | AbstractMesh | Layout | None = 
     - `compiled`: what `jax.jit(f).lower(...).compile()` gives, for any backend, or its text.
     - `mesh`: the mesh that it was compiled for. Without one the axes are unknown.
 
-    Branches of a conditional count as if each ran.
+    Branches of a conditional count as if each ran. Raises ValueError for text that is no compiled program's.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     mesh = mesh.mesh if isinstance(mesh, Layout) else mesh

@@ -24,6 +24,12 @@ app = typer.Typer(
 _WIDTH = None if sys.stdout.isatty() else 140
 console = Console(highlight=False, width=_WIDTH)
 errors = Console(stderr=True, highlight=False)
+_RULE = (
+    "What a logical axis is cut over, such as embed=fsdp+data; kv_heads= keeps that one whole on every device. May be "
+    "repeated. All others are as the names of the mesh's axes say."
+)
+_ACCUMULATE = "Into how many micro-batches a batch is split, one after the other."
+_STATE = "Where state lives: GLOB=host or GLOB=device, such as optimizer.*=host. May be repeated."
 _MESH = "Axes and how many devices each has, such as data=2,fsdp=4: data, fsdp, tensor, expert and sequence."
 
 
@@ -97,6 +103,9 @@ def train(
     cpu_devices: Annotated[
         int, typer.Option(min=0, help="Take the CPU for so many devices, to try a mesh without accelerators.")
     ] = 0,
+    rules: Annotated[list[str] | None, typer.Option("--rule", "-r", help=_RULE)] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help=_ACCUMULATE)] = 1,
+    state_memory: Annotated[list[str] | None, typer.Option(help=_STATE)] = None,
 ) -> None:
     """Train a model on text, its activations placed as you say.
 
@@ -125,6 +134,9 @@ def train(
                 sample=sample,
                 mesh=mesh,
                 cpu_devices=cpu_devices,
+                rules=tuple(rules or ()),
+                accumulate=accumulate,
+                state_memory=tuple(state_memory or ()),
             )
         )
         code = run(console)
@@ -206,15 +218,7 @@ def generate(
 def mesh(
     model: Annotated[str, typer.Argument(help="A model's name, or the path of a config.json or of its folder.")],
     mesh: Annotated[str, typer.Option(help=_MESH)],
-    rules: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rule",
-            "-r",
-            help="What a logical axis is cut over, such as embed=fsdp+data; kv_heads= keeps that one whole on every "
-            "device. May be repeated. All others are as the names of the mesh's axes say.",
-        ),
-    ] = None,
+    rules: Annotated[list[str] | None, typer.Option("--rule", "-r", help=_RULE)] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Sequences per step. By default one for each part that a batch is cut in.")
     ] = None,
@@ -226,6 +230,8 @@ def mesh(
         list[str] | None,
         typer.Option("--placements", "-p", help="As for `overspill train`: what is recomputed is gathered again."),
     ] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help=_ACCUMULATE)] = 1,
+    state_memory: Annotated[list[str] | None, typer.Option(help=_STATE)] = None,
     compile: Annotated[
         bool, typer.Option(help="Compile a training step for that many CPU devices, to see its collectives.")
     ] = True,
@@ -247,6 +253,8 @@ def mesh(
                 sequence_length=sequence_length,
                 dtype=dtype,
                 placements=tuple(placements or ("offload_all",)),
+                accumulate=accumulate,
+                state_memory=tuple(state_memory or ()),
                 compile=compile,
                 json=json,
             )

@@ -21,9 +21,10 @@ from .building import abstract, parameters
 from .collectives import Collectives, find_collectives
 from .data import Batch
 from .hf_config import from_config
+from .memory import on_host
 from .meshes import abstract_mesh, layout_of, make_mesh, parse_mesh, use_cpu_devices, use_cpu_only
 from .optimizer import adamw
-from .running import parse_placements
+from .running import parse_placements, parse_state_memory
 from .sharding import ShardingWarning, Shards, shards
 from .train import init_state, make_train_step
 
@@ -44,6 +45,8 @@ class Options:
     sequence_length: int = 1024
     dtype: str = "bfloat16"
     placements: tuple[str, ...] = ("offload_all",)
+    accumulate: int = 1
+    state_memory: tuple[str, ...] = ()
     compile: bool = True
     json: pathlib.Path | None = None
 
@@ -52,6 +55,7 @@ class StatePart(NamedTuple):
     """A part of a training state, and what it weighs."""
 
     name: str
+    memory: str  # device or host
     bytes: int  # in all
     shard_bytes: int  # on one device
 
@@ -59,16 +63,17 @@ class StatePart(NamedTuple):
 def state_parts(state: Any, plan: Shards) -> list[StatePart]:
     """What the parts of an abstract training state weigh, its parameters and their moments cut as `plan` says."""
     rows = {row.path: row for row in plan.rows}
-    sizes: dict[str, list[int]] = {}
+    sizes: dict[tuple[str, str], list[int]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         like = next((row for key in path if (row := rows.get(getattr(key, "key", None))) is not None), None)
         # Counters beside the moments have no parameter's shape.
         shape = like.shard if like is not None and like.shape == leaf.shape else leaf.shape
         width = leaf.dtype.itemsize
-        part = sizes.setdefault(_PARTS.get(path_string(path).partition(".")[0], "counters and key"), [0, 0])
+        name = _PARTS.get(path_string(path).partition(".")[0], "counters and key")
+        part = sizes.setdefault((name, "host" if on_host(leaf) else "device"), [0, 0])
         part[0] += leaf.size * width
         part[1] += math.prod(shape) * width
-    return [StatePart(name, *pair) for name, pair in sizes.items()]
+    return [StatePart(*key, *pair) for key, pair in sizes.items()]
 
 
 def prepare(options: Options) -> "Inspection":
@@ -97,14 +102,18 @@ def prepare(options: Options) -> "Inspection":
             f"({config.max_position_embeddings} positions)"
         )
     model = parse_placements(abstract(config, dtype=dtype), options.placements)
-    rows = options.batch_size or layout.size(layout.axes("batch"))
+    rows = options.batch_size or options.accumulate * layout.size(layout.axes("batch"))
+    if rows % options.accumulate:
+        raise ValueError(f"batch size {rows} can't be cut into {options.accumulate} equal micro-batches")
     try:
         plan = shards(model, layout)
-        layout.check("batch sequence", (rows, options.sequence_length), "a batch of tokens")
+        layout.check("batch sequence", (rows // options.accumulate, options.sequence_length), "a batch of tokens")
     except ValueError as error:
         # The same as this command has it written.
         raise ValueError(re.sub(r"the rule \{'(\S+)': \(\)\}", r"--rule \1=", str(error))) from None
-    return Inspection(options, model, layout, plan, rows)
+    inspection = Inspection(options, model, layout, plan, rows, parse_state_memory(options.state_memory))
+    inspection.state()  # raises for state memory that matches nothing
+    return inspection
 
 
 @dataclasses.dataclass
@@ -116,6 +125,7 @@ class Inspection:
     layout: Layout
     plan: Shards
     batch_size: int
+    state_memory: dict[str, str]
     collectives: Collectives | None = None
     seconds: float | None = None
     argument_bytes: int | None = None
@@ -134,7 +144,7 @@ class Inspection:
         for note in self._notes():
             console.print(note, markup=False)
         parts = self.state()
-        console.print(self._state_table(parts))
+        console.print(self.state_table(parts))
         if options.compile:
             with console.status(f"compiling a training step for {devices:,} CPU devices"):
                 self.compile()
@@ -169,19 +179,22 @@ class Inspection:
         key = jax.random.key(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardingWarning)  # `_notes` says it
-            return init_state(self.model, adamw(1e-3), key=key, master_dtype=jnp.float32, mesh=layout)
+            return init_state(self.model, adamw(1e-3), key=key, master_dtype=jnp.float32, mesh=layout,
+                              state_memory=self.state_memory)  # fmt: skip
 
-    def _state_table(self, parts: list[StatePart]) -> Table:
-        rows = [(part.name, format_bytes(part.bytes), format_bytes(part.shard_bytes)) for part in parts]
-        footer = (
-            f"{format_bytes(sum(part.bytes for part in parts))} in all, "
-            f"{format_bytes(sum(part.shard_bytes for part in parts))} on each device"
-        )
-        return Table(("training state", "bytes", "one device"), rows, title="State", footer=footer)
+    def state_table(self, parts: list[StatePart]) -> Table:
+        """`state()` as a table."""
+        rows = [(part.name, part.memory, format_bytes(part.bytes), format_bytes(part.shard_bytes)) for part in parts]
+        host = sum(part.shard_bytes for part in parts if part.memory == "host")
+        device = sum(part.shard_bytes for part in parts) - host
+        footer = f"{format_bytes(sum(part.bytes for part in parts))} in all, {format_bytes(device)} on each device"
+        footer += f" and {format_bytes(host)} in host memory for it" if host else ""
+        return Table(("training state", "memory", "bytes", "one device"), rows, title="State", footer=footer)
 
     def lower(self) -> Any:
         """The training step, lowered for the mesh."""
-        step = make_train_step(self.model, adamw(1e-3), mesh=self.layout)
+        step = make_train_step(self.model, adamw(1e-3), mesh=self.layout, accumulate=self.options.accumulate,
+                               state_memory=self.state_memory)  # fmt: skip
         shape = (self.batch_size, self.options.sequence_length)
         ids, flags = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_))
         return step.lower(self._state(self.layout), Batch(ids, ids, ids, ids, flags))
@@ -205,6 +218,8 @@ class Inspection:
             "batch_size": self.batch_size,
             "sequence_length": self.options.sequence_length,
             "placements": list(self.options.placements),
+            "accumulate": self.options.accumulate,
+            "state_memory": self.state_memory,
             "jax": jax.__version__,
             "parameters": [
                 {"path": row.path, "dtype": row.dtype, "shape": list(row.shape), "axes": row.axes,

@@ -25,8 +25,8 @@ def same_platforms():
     jax.config.update("jax_platforms", before)
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["mesh", *map(str, arguments)], env={"COLUMNS": "200"})
+def invoke(*arguments, command="mesh"):
+    return CliRunner().invoke(app, [command, *map(str, arguments)], env={"COLUMNS": "200"})
 
 
 def inspect(model, mesh):
@@ -138,6 +138,15 @@ def test_optimizer_is_cut_like_parameters():
     assert parts["router biases"].bytes == parts["router biases"].shard_bytes > 0
 
 
+def test_state_in_host_memory_and_micro_batches():
+    options = Options(model=LLAMA, mesh="fsdp=2", accumulate=3, state_memory=("optimizer.*=host",), compile=False)
+    inspection = prepare(options)
+    assert inspection.batch_size == 6
+    parts = {(part.name, part.memory): part.shard_bytes for part in inspection.state()}
+    assert set(parts) == {("parameters", "device"), ("optimizer", "host"), ("counters and key", "device")}
+    assert "in host memory for it" in str(inspection.state_table(inspection.state()))
+
+
 def test_command_shows_and_writes_everything(tmp_path):
     out = tmp_path / "mesh.json"
     result = invoke(LLAMA, "--mesh", "data=2,fsdp=2", "--sequence-length", 64, "--batch-size", 8, "-r", "vocab=data",
@@ -182,6 +191,10 @@ def test_rules_that_reach_nothing_are_reported():
         ([LLAMA, "--mesh", "data=2", "--sequence-length", 99999], "is longer than overspill-llama-tiny was made for"),
         ([LLAMA, "--mesh", "data=16"], "mesh data=16: JAX runs with 8 CPU devices already"),
         ([LLAMA, "--mesh", "data=99999"], "99,999 CPU devices: from 1 to 4,096 can be; --no-compile"),
+        ([LLAMA, "--mesh", "data=2", "--batch-size", 4, "--accumulate", 3], "cut into 3 equal micro-batches"),
+        ([LLAMA, "--mesh", "data=2", "--batch-size", 3, "--accumulate", 3], "1 batch, which can't be cut into 2 equal"),
+        ([LLAMA, "--mesh", "data=2", "--state-memory", "optimizer.*"], "state memory 'optimizer.*': write what"),
+        ([LLAMA, "--mesh", "data=2", "--state-memory", "optim.*=host"], "'optim.*' matches nothing in the state"),
         ([LLAMA, "--mesh", "data=2", "--dtype", "int8"], "dtype 'int8' is not one of float32, bfloat16"),
         ([LLAMA, "--mesh", "data=2", "-p", "*.mpl.*=host"], "'*.mpl.*' matches no activation"),
         (["llama-9", "--mesh", "data=2"], "llama-9"),
@@ -206,3 +219,19 @@ def test_devices_are_made_for_the_mesh(tmp_path):
     assert "for 2 CPU devices" in done.stdout
     found = json.loads(out.read_text())["collectives"]
     assert any(entry["kind"] == "all-to-all" and entry["axes"] == ["expert"] for entry in found)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--mesh", "data"], "mesh 'data': write axes"),
+        (["--mesh", "data=64"], "mesh data=64 needs 64 devices"),
+        (["--mesh", "data=2", "--rule", "embed"], "rule 'embed': write a logical axis"),
+        (["--cpu-devices", 99999], "99,999 CPU devices: from 1 to 4,096 can be"),
+        (["--cpu-devices", 64], "JAX runs with 8 CPU devices already, and can't have 64 any more"),
+    ],
+)
+def test_training_over_no_such_mesh(arguments, message):
+    result = invoke(*arguments, command="train")
+    assert result.exit_code == 2, result.output
+    assert message in result.output

@@ -9,7 +9,7 @@ from einops import rearrange, repeat
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
-from ..policies.axes import any_mesh, current, manual_axes, whole
+from ..policies.axes import any_mesh, constrain, current, manual_axes, whole
 from .cache import LayerCache
 from .linear import Linear, check_input, check_sizes, normal
 from .mask import within
@@ -72,12 +72,15 @@ def _for_all_queries(x: Array, heads: int) -> Array:
 
     Where there are too few of them for that, each query head gets its own copy.
     """
-    layout, axes = current(), "batch sequence heads head_dim"
+    layout = current()
     if layout is None or manual_axes():
         return x
-    if x.shape[2] % layout.size(layout.parts(axes)[2]):
-        x = repeat(x, "b t k d -> b t (k g) d", g=heads // x.shape[2])
-    return whole(x, axes, "sequence")
+    axes = "batch sequence heads head_dim"
+    if x.shape[2] % layout.size(layout.parts(axes)[2]) == 0:
+        # Cut before it is gathered, where heads were whole.
+        return whole(constrain(x, axes), axes, "sequence")
+    x = whole(x, "batch sequence kv_heads head_dim", "sequence")
+    return repeat(x, "b t k d -> b t (k g) d", g=heads // x.shape[2])
 
 
 class Attention(eqx.Module):

@@ -1,6 +1,8 @@
 """A sequence cut over devices, and what the compiler makes of attention, mask and embedding over a mesh."""
 
 import dataclasses
+import functools
+import math
 import re
 
 import equinox as eqx
@@ -86,27 +88,25 @@ def over(model, place):
     return run, (arrays, jax.device_put(batch(), place.sharding("batch sequence")))
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """`one_device(name)`: the model with random parameters, and its loss and gradients."""
-    made = {}
+@functools.cache
+def model_of(name):
+    """The model with random parameters."""
+    return randomised(zoo.build(CONFIGS[name], placements="offload_all"))
 
-    def make(name):
-        if name not in made:
-            model = randomised(zoo.build(CONFIGS[name], placements="offload_all"))
-            run, arrays = program(model)
-            made[name] = model, run(arrays, batch())
-        return made[name]
 
-    return make
+@functools.cache
+def one_device(name):
+    """Its loss and gradients on one device."""
+    run, arrays = program(model_of(name))
+    return run(arrays, batch())
 
 
 def check(got, want):
-    assert abs(got[0] - want[0]) < 1e-6 * abs(want[0])
-    for (path, b), a in zip(jax.tree_util.tree_leaves_with_path(want[1]), jax.tree.leaves(got[1]), strict=True):
+    for (path, b), a in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        error = np.linalg.norm(a - b)
-        assert error <= 1e-6 * np.linalg.norm(b), f"{jax.tree_util.keystr(path)}: {error / np.linalg.norm(b)}"
+        error, name = np.linalg.norm(a - b), jax.tree_util.keystr(path)
+        # The gradient of sinks is a sum whose terms cancel: another order of summing elsewhere shows in it most.
+        assert error <= (3e-6 if name.endswith("sinks") else 1e-6) * np.linalg.norm(b), f"{name}: {error}"
 
 
 @pytest.mark.parametrize(
@@ -120,55 +120,45 @@ def check(got, want):
         ("indexer", "sequence=4,tensor=2", {}),
     ],
 )
-def test_a_cut_sequence_is_exact(one_device, make_mesh, capfd, name, mesh, rules):
-    model, want = one_device(name)
+def test_a_cut_sequence_is_exact(make_mesh, capfd, name, mesh, rules):
+    model, want = model_of(name), one_device(name)
     mesh = make_mesh(mesh)
     run, args = over(model, layout(mesh, rules_for(mesh) | rules))
     check(run(*args), want)
     assert "rematerialization" not in capfd.readouterr().err
 
 
-def test_a_cut_sequence_is_exact_in_a_mesh_with_explicit_axes(one_device, make_mesh):
-    model, want = one_device("sinks")
+def test_a_cut_sequence_is_exact_in_a_mesh_with_explicit_axes(make_mesh):
+    model, want = model_of("sinks"), one_device("sinks")
     place = layout(make_mesh("fsdp=2,sequence=2,tensor=2", AxisType.Explicit))
     run, args = over(model, place)
     with jax.set_mesh(place.mesh):
         check(run(*args), want)
 
 
-def gathers(text):
-    """Shape and origin of what each all-gather of a compiled program gives."""
-    return re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(.*?op_name=\"([^\"]*)\"", text)
-
-
 @pytest.mark.parametrize(
-    ("name", "mesh", "rules"),
-    [
-        ("sinks", "data=2,sequence=2,tensor=2", {}),
-        ("one kv head", "data=2,sequence=2,tensor=2", {"kv_heads": ()}),
-        ("indexer", "data=2,sequence=2,tensor=2", {}),
-    ],
+    ("name", "width", "rules"), [("sinks", 8, {}), ("one kv head", 8, {"kv_heads": ()}), ("indexer", 2 * 16, {})]
 )
-def test_only_keys_and_values_are_gathered(one_device, make_mesh, capfd, name, mesh, rules):
-    model, _ = one_device(name)
-    mesh = make_mesh(mesh)
-    run, args = over(model, layout(mesh, rules_for(mesh) | rules))
-    found = gathers(run.lower(*args).compile().as_text())
+def test_only_keys_and_values_are_gathered(make_mesh, capfd, name, width, rules):
+    """`width` is how many numbers a token has in the keys that belong to a device's heads."""
+    mesh = make_mesh("data=2,sequence=2,tensor=2")
+    run, args = over(model_of(name), layout(mesh, rules_for(mesh) | rules))
+    text = run.lower(*args).compile().as_text()
     assert "rematerialization" not in capfd.readouterr().err
-    assert found
-    for shape, origin in found:
-        sizes = [int(n) for n in shape.split(",")]
-        # A device has half of the rows; keys, values, ids and masks are the only things it has whole rows of.
-        assert ROWS not in sizes or LENGTH not in sizes, (shape, origin)
-        assert LENGTH not in sizes or "attention" in origin or "indexer" in origin or "mask" in origin, (shape, origin)
-        # Fewer features than those of all query heads: queries stay where they are.
-        assert np.prod(sizes) <= ROWS // 2 * LENGTH * 32, (shape, origin)
+    shapes = [[int(n) for n in shape.split(",")] for shape in re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", text)]
+    long = [shape for shape in shapes if LENGTH in shape]
+    assert any(math.prod(shape) == ROWS // 2 * LENGTH * width for shape in long)
+    for shape in long:
+        # Of a device's own rows, and neither queries of all heads nor what a block hands on.
+        assert ROWS not in shape
+        assert math.prod(shape) <= ROWS // 2 * LENGTH * width
+        assert SIZES["hidden_size"] not in shape
 
 
 @pytest.mark.parametrize("name", ["sinks", "mtp"])
-def test_names_hold_over_a_mesh(one_device, make_mesh, name):
+def test_names_hold_over_a_mesh(make_mesh, name):
     """The value that gets a name is the one that its sharding was asked for, and no other copy is kept."""
-    model, _ = one_device(name)
+    model = model_of(name)
     place = layout(make_mesh("fsdp=2,sequence=2,tensor=2"))
 
     def loss(model, batch, place=None):
@@ -182,5 +172,6 @@ def test_names_hold_over_a_mesh(one_device, make_mesh, name):
     waiting = [path for path in alone.annotations if alone.of(path) and ".moe." not in path]
     assert len(waiting) > 10
     for path in waiting:
+        assert found.statuses[path] == alone.statuses[path]
         entries, wanted = found.of(path), alone.of(path)
         assert [(e.kind, e.shape, e.memory) for e in entries] == [(e.kind, e.shape, e.memory) for e in wanted], path

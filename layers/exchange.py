@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from ..policies.axes import Layout, parse
+from ..policies.axes import Layout, current, manual_axes, parse, vary
 from .grouped import rows_times_experts, rows_times_rows
 
 
@@ -77,12 +77,38 @@ class Grid:
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` of what each device has. Its derivative has to be given: this one's is never taken."""
-        mesh = self.layout.mesh if jax.sharding.get_abstract_mesh().empty else None
-        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        where = {} if _bare() else {"axis_names": set(self.layout.mesh.axis_names) - set(manual_axes())}
+        mesh = self.layout.mesh if _bare() else None
+        local = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **where)
+
+        def call(*args: Array) -> Any:
+            # Unchecked results say nothing of the axes of a shard_map around this one.
+            leaves, structure = jax.tree.flatten(local(*args))
+            return jax.tree.unflatten(structure, vary(*leaves, *args)[: len(leaves)])
+
+        return call
 
     def pin(self, x: Array, spec: PartitionSpec) -> Array:
-        bare = jax.sharding.get_abstract_mesh().empty
-        return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh, spec) if bare else spec)
+        return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh, spec) if _bare() else spec)
+
+
+def grid_in_use() -> Grid | None:
+    """The grid of the layout in use, without the axes that an enclosing `jax.shard_map` has in hand.
+
+    None without a layout, and where no axis is left.
+    """
+    layout, manual = current(), manual_axes()
+    if layout is None or set(manual) >= set(layout.mesh.axis_names):
+        return None
+    if manual:
+        rules = ((name, tuple(axis for axis in mine if axis not in manual)) for name, mine in layout.rules)
+        layout = Layout(layout.mesh, tuple(rules))
+    return Grid(layout)
+
+
+def _bare() -> bool:
+    """Whether no mesh is set, and that of the layout has to be named."""
+    return jax.sharding.get_abstract_mesh().empty
 
 
 def _cut(*parts: tuple[str, ...]) -> PartitionSpec:
@@ -270,7 +296,8 @@ def _back(grid: Grid, here: _Here, rows: Array) -> Array:
 
 def dispatch(x: Float[Array, "batch sequence features"], exchange: Exchange) -> Float[Array, "rows features"]:
     """A copy of each token for each expert it goes to, where that expert is. Each device has equally many rows."""
-    return _dispatch(exchange.grid, exchange.top_k, x, exchange.arrays)
+    x, *arrays = vary(x, *exchange.arrays)
+    return _dispatch(exchange.grid, exchange.top_k, x, tuple(arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -304,7 +331,8 @@ def combine(
     rows: Float[Array, "rows features"], weights: Float[Array, "batch sequence top_k"], exchange: Exchange
 ) -> Float[Array, "batch sequence features"]:
     """The sum of each token's rows, weighted, where the token is; in float32, returned in the dtype of `rows`."""
-    return _combine(exchange.grid, rows, weights, exchange.arrays)
+    rows, weights, *arrays = vary(rows, weights, *exchange.arrays)
+    return _combine(exchange.grid, rows, weights, tuple(arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -342,7 +370,6 @@ def _combine_backward(grid, residuals, grad):
 _combine.defvjp(_combine_forward, _combine_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def matmul(
     grid: Grid,
     axes: str,
@@ -356,6 +383,11 @@ def matmul(
     the dtype of `x`; the gradient is summed over them in float32, to where each part is stored. Over the mesh axes
     of `mlp` a product of parts of the hidden features is summed.
     """
+    return _matmul(grid, axes, *vary(x, weight, group_sizes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(grid, axes, x, weight, group_sizes):
     cuts = grid.weight(axes)
 
     def local(x, weight, group_sizes):
@@ -371,7 +403,7 @@ def _narrow(grid: Grid, axes: str, weight: Array, dtype: Any) -> Array:
 
 
 def _matmul_forward(grid, axes, x, weight, group_sizes):
-    return matmul(grid, axes, x, weight, group_sizes), (x, weight, group_sizes)
+    return _matmul(grid, axes, x, weight, group_sizes), (x, weight, group_sizes)
 
 
 def _matmul_backward(grid, axes, residuals, grad):
@@ -399,4 +431,4 @@ def _matmul_backward(grid, axes, residuals, grad):
     return grad_x, grid.pin(grad_weight.astype(weight.dtype), grid.layout.stored(axes)), None
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul.defvjp(_matmul_forward, _matmul_backward)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
-from ..policies.axes import vary
+from ..policies.axes import manual_axes, vary
 from .exchange import Grid, matmul
 from .grouped import grouped_matmul
 from .linear import check_sizes, normal
@@ -47,7 +47,12 @@ def assign(
     slots = jnp.arange(tokens * top_k, dtype=jnp.int32)
     expert, order = lax.sort((expert, slots), num_keys=1, is_stable=True)
     _, inverse = lax.sort((order, slots), num_keys=1)
-    ends = jnp.searchsorted(expert, jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    if manual_axes():
+        # In a shard_map over some axes of a mesh searchsorted fails in JAX itself.
+        ends = jnp.sum(expert[:, None] <= experts, axis=0, dtype=jnp.int32)
+    else:
+        ends = jnp.searchsorted(expert, experts, side="right").astype(jnp.int32)
     return Assignment(order, inverse, jnp.diff(ends, prepend=0), top_k)
 
 

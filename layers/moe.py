@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..policies.activation import Activation
-from ..policies.axes import any_mesh, current, manual_axes
+from ..policies.axes import any_mesh
 from . import exchange
 from .experts import Experts, assign, combine, dispatch
 from .linear import check_input
@@ -34,6 +34,10 @@ class MoE(eqx.Module):
     tokens sorted by expert and what the experts make of them before they are weighted. Those of the experts
     (`experts.gate`, `experts.up`, `experts.hidden`, [rows, expert_size]), of the shared MLP and of the router
     are in them.
+
+    With a `Layout` in use the rows are where their experts are, and each device has room for as many as all tokens
+    that can be sent to it may make: tokens * min(top_k, experts) of each device that it exchanges with, where `tokens`
+    are those of one device and `experts` are its own.
     """
 
     router: SoftmaxRouter | SigmoidRouter
@@ -94,24 +98,30 @@ class MoE(eqx.Module):
         """The layer's output, of the shape and dtype of `x`, and its statistics.
 
         Tokens where `token_mask` is False go to no expert: their routed output is zero, and they count
-        neither in the load nor in the balance loss. Raises ValueError unless `x` is floating
-        `[batch, sequence, hidden_size]`.
+        neither in the load nor in the balance loss. With a `Layout` in use the load is that of all devices; inside
+        `jax.shard_map` both statistics are of what this device has.
+
+        Raises ValueError unless `x` is floating `[batch, sequence, hidden_size]`, where weights or tokens can't be
+        cut as the layout says, and inside a `jax.shard_map` that gives a device only some of the experts.
         """
         check_input("MoE", x, self.router.weight.shape[1], rank=3)
         routing = self.router(x)
-        routed = self._routed if current() is None or manual_axes() else self._routed_over_mesh
-        y, load = routed(x, routing, token_mask)
+        grid = exchange.grid_in_use()
+        if self.experts.gate_weight.shape[0] != self.router.num_experts:
+            raise ValueError(
+                f"MoE: this device has {self.experts.gate_weight.shape[0]} of {self.router.num_experts} experts: "
+                "inside jax.shard_map each needs all of them; to have tokens exchanged leave that axis of the mesh to "
+                "a Layout in use"
+            )
+        if grid is None:
+            y, load = self._routed(x, routing, token_mask)
+        else:
+            y, load = self._routed_over(grid, x, routing, token_mask)
         if self.shared is not None:
             y = y + self.shared(x)
         return y, MoEStats(load, self.router.balance_loss(routing, batch=x.shape[0], token_mask=token_mask))
 
     def _routed(self, x: Array, routing: Routing, token_mask: Array | None) -> tuple[Array, Array]:
-        if self.experts.gate_weight.shape[0] != self.router.num_experts:
-            raise ValueError(
-                f"MoE: this device has {self.experts.gate_weight.shape[0]} of {self.router.num_experts} experts: "
-                "inside jax.shard_map each needs all of them; to have tokens exchanged leave shard_map, with a Layout "
-                "in use"
-            )
         flat = "b s ... -> (b s) ..."
         valid = None if token_mask is None else rearrange(token_mask, flat)
         assignment = assign(rearrange(routing.indices, flat), self.router.num_experts, token_mask=valid)
@@ -120,12 +130,12 @@ class MoE(eqx.Module):
         y = rearrange(combine(rows, rearrange(routing.weights, flat), assignment), "(b s) d -> b s d", b=x.shape[0])
         return y, assignment.group_sizes.astype(jnp.float32)
 
-    def _routed_over_mesh(self, x: Array, routing: Routing, token_mask: Array | None) -> tuple[Array, Array]:
-        layout = current()
+    def _routed_over(
+        self, grid: exchange.Grid, x: Array, routing: Routing, token_mask: Array | None
+    ) -> tuple[Array, Array]:
         for name, axes in self.experts.axes.items():
             if getattr(self.experts, name) is not None:
-                layout.check(axes, getattr(self.experts, name).shape, f"experts.{name} of MoE")
-        grid = exchange.Grid(layout)
+                grid.layout.check(axes, getattr(self.experts, name).shape, f"experts.{name} of MoE")
         plan = exchange.assign(grid, routing.indices, self.router.num_experts, token_mask=token_mask)
         rows = self.dispatched(exchange.dispatch(x, plan))
         rows = self.expert_output(self.experts(rows, plan.group_sizes, grid))

@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
-from ..policies.axes import any_mesh, current, gather, manual_axes
-from .exchange import Grid
+from ..policies.axes import any_mesh, gather
+from .exchange import grid_in_use
 from .linear import Buffer, check_input, check_sizes, normal
 
 # Keeps a sum of weights that are all zero from dividing by it.
@@ -278,10 +278,9 @@ def _logits(x: Array, weight: Array) -> Array:
 
 def _by_token(choose: Callable[[Array], Array], scores: Array) -> Array:
     # Each device for its own tokens: for top_k the partitioner would gather the scores of all.
-    layout = current()
-    if layout is None or manual_axes() or scores.ndim != 3:
+    grid = grid_in_use()
+    if grid is None or scores.ndim != 3:
         return choose(scores)
-    grid = Grid(layout)
     return grid.map(choose, grid.tokens, grid.tokens)(scores)
 
 

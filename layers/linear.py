@@ -1,5 +1,6 @@
 """Linear maps, and arrays that a model carries without training them."""
 
+import functools
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -33,8 +34,18 @@ def is_buffer(node: Any) -> bool:
 
 
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float, dtype: Any) -> Array:
-    """Initial weights N(0, std^2), drawn in float32 and then cast: draws in bfloat16 are too coarse to train from."""
-    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    """Initial weights N(0, std^2), drawn in float32 and then cast: draws in bfloat16 are too coarse to train from.
+
+    The same numbers wherever it is called, on its own or within a larger program, and over any mesh.
+    """
+    return _scaled(jax.random.normal(key, shape, jnp.float32), std, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _scaled(draws: Array, std: float, dtype: Any) -> Array:
+    # Where XLA sees the constant that draws are multiplied with, it multiplies by the product of both, which rounds
+    # differently.
+    return (std * jax.lax.optimization_barrier(draws)).astype(dtype)
 
 
 def check_sizes(owner: str, **sizes: int) -> None:

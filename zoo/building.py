@@ -1,26 +1,34 @@
 """Models from names and configs: with weights, or as shapes alone; counted, and cut into other segments."""
 
+import concurrent.futures
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
+import jax.extend.core
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray, PyTree
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..layers.moe import MoE
 from ..layers.stack import Stack, recut, resegment as resegment_stack
+from ..policies.axes import Layout
 from ..policies.placing import place
 from .config import Config, LlamaConfig
 from .deepseek import DeepSeek
 from .hf_config import from_config
 from .llama import Llama
+from .mesh_arrays import auto, relabel
 from .mixture import Mixture
 from .model import LanguageModel, check_boundaries, inner_boundaries
 from .moe_config import DeepSeekConfig, MoEConfig
+from .sharding import Rules, shard
 
 T = TypeVar("T")
+
+_FEW = 2**24  # elements that one program draws without a thought: their float32 is 64 MiB
 
 _FAMILIES: dict[type[Config], type[LanguageModel]] = {LlamaConfig: Llama, MoEConfig: Mixture, DeepSeekConfig: DeepSeek}
 
@@ -49,6 +57,8 @@ def build(
     segments: Sequence[int] = (),
     scan: bool = True,
     placements: Mapping[str, Any] | str | None = None,
+    mesh: Mesh | Layout | None = None,
+    rules: Rules | None = None,
 ) -> Any:
     """A model with fresh weights.
 
@@ -56,20 +66,25 @@ def build(
 
     - `name_or_config`: a name in `registry.REGISTRY`, the path of a config.json or of its folder, what such a file
         holds as a dictionary, or a config: what `from_config` takes.
-    - `key`: decides the weights, and alone does: neither `segments` nor `scan` changes them. Without one it
-        is `jax.random.key(0)`.
+    - `key`: decides the weights, and alone does: neither `segments`, `scan` nor `mesh` changes them. Without one
+        it is `jax.random.key(0)`.
     - `dtype`: of the parameters. Draws are float32 whatever it is, and so are routers.
     - `segments`: the layers that begin a new segment of their stack, for placements that differ by layer.
     - `scan`: False runs layers in a Python loop.
     - `placements`: where activations wait, as for `policies.place`; by default on the device.
+    - `mesh`, `rules`: the devices that the model is cut over, and how, as for `shard`. Each draws its part of the
+        weights: none holds more than that and the draws of one array. By default all are on the default device.
 
-    Raises ValueError on a name that isn't known (near ones are listed), boundaries that are no inner layers
-    and placements that `place` refuses.
+    Raises ValueError on a name that isn't known (near ones are listed), boundaries that are no inner layers,
+    placements that `place` refuses, rules without a mesh and what `shard` refuses.
     """
     make = _maker(name_or_config, dtype, segments, scan)
-    # Not compiled whole: a fusion would round the draws differently from one segmentation to the next, and
-    # might hold many of them in float32 at once.
-    model = make(jax.random.key(0) if key is None else key)
+    key = jax.random.key(0) if key is None else key
+    if mesh is not None or rules is not None:
+        options = {"dtype": dtype, "segments": segments, "scan": scan, "placements": placements}
+        return _draw(make, key, abstract(name_or_config, **options, mesh=mesh, rules=rules))
+    # Not compiled whole, which would hold many draws in float32 at once.
+    model = make(key)
     return model if placements is None else place(model, placements)
 
 
@@ -80,14 +95,66 @@ def abstract(
     segments: Sequence[int] = (),
     scan: bool = True,
     placements: Mapping[str, Any] | str | None = None,
+    mesh: Mesh | Layout | None = None,
+    rules: Rules | None = None,
 ) -> Any:
     """The model that `build` would make, with `jax.ShapeDtypeStruct`s for arrays: no memory, whatever its size.
 
-    It can be placed, printed, counted, resegmented, and traced with `jax.eval_shape`.
+    It can be placed, printed, counted, resegmented, and traced with `jax.eval_shape`. Over a mesh, the shapes have
+    shardings. Raises ValueError as `build` does.
     """
     make = _maker(name_or_config, dtype, segments, scan)
     model = eqx.filter_eval_shape(make, jax.random.key(0))
-    return model if placements is None else place(model, placements)
+    if placements is not None:
+        model = place(model, placements)
+    return over(model, mesh, rules)
+
+
+def over(model: T, mesh: Mesh | Layout | None, rules: Rules | None) -> T:
+    """`model` cut over `mesh` by `shard`, or as it is without one. Raises ValueError for rules without a mesh."""
+    if mesh is not None:
+        return shard(model, mesh, rules)
+    if rules is not None:
+        raise ValueError("rules say how a model is cut over a mesh: they need mesh=")
+    return model
+
+
+def _draw(make: Callable[..., T], key: PRNGKeyArray, skeleton: T) -> T:
+    """`make(key)` as the abstract `skeleton` has it, each device making what its shardings say that it holds."""
+    wanted, structure = jax.tree.flatten(skeleton)
+    mesh = wanted[0].sharding.mesh
+    # Where axes are Explicit, operations on a key that is everywhere would give arrays that are whole everywhere.
+    plain = auto(mesh)
+    with jax.set_mesh(plain):
+        key = jax.device_put(key, NamedSharding(plain, PartitionSpec()))
+        traced = jax.make_jaxpr(lambda key: jax.tree.leaves(eqx.filter(make(key), eqx.is_array)))(key)
+        # Programs of a few arrays: one for all could hold all of their draws at once.
+        programs = [_drawing(traced, group, wanted, plain).lower(key) for group in _groups(wanted)]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            compiled = list(threads.map(lambda lowered: lowered.compile(), programs))
+        arrays = [array for program in compiled for array in jax.block_until_ready(program(key))]
+    return jax.tree.unflatten(structure, [relabel(a, leaf.sharding) for a, leaf in zip(arrays, wanted, strict=True)])
+
+
+def _drawing(traced: Any, group: range, wanted: list[jax.ShapeDtypeStruct], mesh: Mesh) -> Any:
+    """A program of the key that makes the arrays `group` of those that `traced` makes."""
+
+    def arrays(key: PRNGKeyArray) -> list[Array]:
+        made = jax.extend.core.jaxpr_as_fun(traced)(key)
+        return [made[i] for i in group]
+
+    return jax.jit(arrays, out_shardings=[NamedSharding(mesh, wanted[i].sharding.spec) for i in group])
+
+
+def _groups(wanted: list[jax.ShapeDtypeStruct]) -> Iterator[range]:
+    """Neighbours that together have no more elements than the largest array, or few."""
+    limit, start, size = max(_FEW, *(leaf.size for leaf in wanted)), 0, 0
+    for i, leaf in enumerate(wanted):
+        if size + leaf.size > limit:
+            yield range(start, i)
+            start, size = i, 0
+        size += leaf.size
+    yield range(start, len(wanted))
 
 
 class Parameters(NamedTuple):

@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from ..policies.activation import path_string
 from .compiled import commit
 from .data import Position
+from .exporting import host
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -47,7 +48,7 @@ def save(
 
     **Arguments:**
 
-    - `state`: any PyTree of arrays, such as a `TrainState`. Typed PRNG keys are fine.
+    - `state`: any PyTree of arrays, such as a `TrainState`, on one device or over a mesh. Typed PRNG keys are fine.
     - `config`: the model's: a dataclass or a dictionary. Compared on restoring, and there to be read.
     - `position`: where the stream of batches stands (`Batches.position`).
     - `extra`: anything else worth keeping that JSON can say.
@@ -117,6 +118,8 @@ def read_position(path: str | os.PathLike) -> Position:
 
 def restore(path: str | os.PathLike, like: T, *, config: Any = None) -> T:
     """The state saved at `path`, in the structure of `like`, on the devices and in the memories of `like`.
+
+    It doesn't matter on how many devices it was when it was saved, nor over which mesh.
 
     **Arguments:**
 
@@ -214,8 +217,8 @@ def _checksum(leaf: Any) -> int | None:
     leaf = _data(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return None
-    # orbax doesn't notice a flipped bit.
-    return zlib.crc32(np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8))
+    # orbax doesn't notice a flipped bit. `jax.device_get` would leave a copy of all shards with the array.
+    return zlib.crc32(np.ascontiguousarray(host(leaf)).reshape(-1).view(np.uint8))
 
 
 def _step(arrays: dict[str, Any]) -> int | None:

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ..layers.cache import Cache
+from .mesh_arrays import without_explicit
 from .prompts import Controls, Request, request
 from .sampling import choose
 
@@ -109,9 +110,26 @@ def _compiled(platform: str) -> _Programs:
     )
 
 
-def _programs(model: Any) -> _Programs:
+def _programs(model: Any) -> tuple[Any, _Programs]:
+    """The model as its programs take it, and these."""
     weight = model.head_weight
-    return _compiled(next(iter(weight.devices())).platform if isinstance(weight, jax.Array) else jax.default_backend())
+    platform = next(iter(weight.devices())).platform if isinstance(weight, jax.Array) else jax.default_backend()
+    programs = _compiled(platform)
+    # Over a mesh it is XLA that decides where the cache lies, and what goes from device to device.
+    model, mesh = without_explicit(model)
+    if mesh is None:
+        return model, programs
+
+    def over(program: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # What was made where a mesh with Explicit axes is set lies over that.
+            args, _ = without_explicit(args)
+            with jax.set_mesh(mesh):
+                return program(*args, **kwargs)
+
+        return call
+
+    return model, _Programs(*map(over, programs))
 
 
 def generate(
@@ -142,7 +160,8 @@ def generate(
 
     **Arguments:**
 
-    - `model`: a causal language model of the zoo; after training, `step.trained(state)`.
+    - `model`: a causal language model of the zoo; after training, `step.trained(state)`. One over a mesh is run
+        by all of its devices.
     - `tokens`: prompts, integers `[batch, prompt]`.
     - `mask`: True at real tokens, `[batch, prompt]`: prompts of different lengths, padded on the left or on the
         right. None: all are real.
@@ -164,7 +183,7 @@ def generate(
     """
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     asked = request("generate", model, tokens, mask, max_new_tokens, drawing, stop_ids, pad_id, allowed, key)
-    prefill, _, rest = _programs(model)
+    model, (prefill, _, rest) = _programs(model)
     cache, rows = prefill(model, asked.tokens, asked.mask, asked.controls, capacity=asked.capacity)
     out, _ = rest(model, cache, rows, asked.controls, np.int32(asked.limit))
     new = np.asarray(out)[:, : asked.limit]
@@ -201,7 +220,7 @@ def stream(
 
 def _stream(model: Any, asked: Request) -> Iterator[np.ndarray]:
     controls, limit = asked.controls, asked.limit
-    prefill, step, _ = _programs(model)
+    model, (prefill, step, _) = _programs(model)
     cache, rows = prefill(model, asked.tokens, asked.mask, controls, capacity=asked.capacity)
     done = np.zeros(len(asked.tokens), bool)
     for index in range(limit):

@@ -11,17 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import Mesh
 
 from ..policies.activation import path_string
+from ..policies.axes import Layout
 from ..policies.report import format_bytes
-from .building import abstract
+from .building import abstract, over
 from .config import Config
 from .exporting import check_arrays, outputs
 from .hf_config import from_config, to_hf
 from .hub import fetch, read_optional
+from .mesh_arrays import from_blocks
 from .model import LanguageModel
 from .model_folder import check_tokenizer, new_folder, resolve_target, write_config, write_tokenizer, write_weights
+from .sharding import Rules
 from .weight_plan import (
     Equal,
     Planner,
@@ -51,13 +54,17 @@ def load(
     scan: bool = True,
     config: Any = None,
     revision: str | None = None,
+    mesh: Mesh | Layout | None = None,
+    rules: Rules | None = None,
 ) -> Any:
     """The model in a folder of `config.json` and safetensors files, as Hugging Face's libraries write them.
 
     Weights are read once and in place: on a CPU the peak of host memory is the model's size and one tensor of the
-    files, elsewhere one array of the model. Float8 with block scales (DeepSeek-V3) and MXFP4 (gpt-oss) are turned
-    into `dtype`. Experts may have a tensor each or be fused; the names may have the prefixes of multimodal wrappers,
-    whose other towers are left out when the config has a `text_config`.
+    files, elsewhere one array of the model. Over a mesh, the part of an array that a device holds is read by itself,
+    once for all that hold it: the peak is the parts of this process's CPUs, elsewhere one part. Float8 with block
+    scales (DeepSeek-V3) and MXFP4 (gpt-oss) are turned into `dtype`. Experts may have a tensor each or be fused; the
+    names may have the prefixes of multimodal wrappers, whose other towers are left out when the config has a
+    `text_config`.
 
     **Arguments:**
 
@@ -67,13 +74,14 @@ def load(
     - `placements`, `segments`, `scan`: as in `build`.
     - `config`: instead of what config.json says: a config, or what `from_config` takes.
     - `revision`: a branch, tag or commit on the Hub.
+    - `mesh`, `rules`: the devices that the model is cut over, and how, as for `shard`.
 
     Warns of multi-token-prediction modules that only one of config and files has: then there are none.
 
     Raises WeightMismatch (a ValueError) that lists everything that is wrong with the weights: tensors that are
     missing, unexpected or don't fit, with their names, ours and the shapes, and files that are damaged. Raises
     ValueError for a folder without config or weights, weights that are pickled, a quantisation that isn't read, and
-    arguments that `build` refuses.
+    arguments that `build` refuses: before any weight is read.
     """
     start = time.perf_counter()
     if not isinstance(source, str | os.PathLike):
@@ -94,7 +102,7 @@ def load(
         config = _with_depths(config, canonical)
         config = dataclasses.replace(config, extra={k: v for k, v in config.extras.items() if k not in _STORAGE})
         # In bfloat16, to see what stays float32.
-        skeleton = abstract(config, dtype=jnp.bfloat16, **options)
+        skeleton = over(abstract(config, dtype=jnp.bfloat16, **options), mesh, rules)
         found = leaves(skeleton)
         plan = Planner(tensors, lost, block, problems).plan(
             found,
@@ -108,9 +116,7 @@ def load(
         chosen = jnp.dtype(stored_dtype(plan, kept) if dtype is None else dtype)
         with Reader(files, plan, block, problems) as reader:
             dtypes = {leaf.path: jnp.dtype(jnp.float32) if leaf.path in kept else chosen for leaf in found}
-            arrays = {
-                leaf.path: _adopt(reader.read(leaf.path, leaf.array.shape, dtypes[leaf.path])) for leaf in found
-            }
+            arrays = {leaf.path: _read(reader, leaf, dtypes[leaf.path]) for leaf in found}
             _compare_copies(reader, plan.equal, problems)
         problems.check()
     model = jax.tree_util.tree_map_with_path(lambda path, leaf: arrays.pop(path_string(path)), skeleton)
@@ -183,10 +189,14 @@ def _kept(found: Sequence[Leaf]) -> set[str]:
     return {leaf.path for leaf in found if leaf.array.dtype == jnp.float32}
 
 
-def _adopt(memory: np.ndarray) -> jax.Array:
+def _read(reader: Reader, leaf: Leaf, dtype: Any) -> jax.Array:
+    """The array of `leaf`, where that is to lie, in `dtype`."""
+    shape = leaf.array.shape
+    if leaf.array.sharding is not None:
+        return from_blocks(shape, leaf.array.sharding, lambda index: reader.read(leaf.path, shape, dtype, index))
     # Nobody else has the memory and nobody writes to it again, so on a CPU it is the array's from now on. (Donating
     # such an array is safe: XLA then makes a copy.) Elsewhere it is let go of before the next one is read.
-    return jax.device_put(memory, may_alias=True).block_until_ready()
+    return jax.device_put(reader.read(leaf.path, shape, dtype), may_alias=True).block_until_ready()
 
 
 def float8_block(said: Mapping[str, Any], folder: str | os.PathLike) -> tuple[int, int] | None:

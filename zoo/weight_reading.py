@@ -22,7 +22,6 @@ from .safetensors_header import BadFile
 from .safetensors_io import SafetensorsFile
 from .weight_index import read_index
 from .weight_plan import MXFP4_VALUES, PLAIN, Equal, Fill, Plan, Problems, Tensor, is_leftover
-from .weights import Layout
 
 # Bytes of a tensor that one thread copies at a time.
 _CHUNK = 16 * 2**20
@@ -164,7 +163,9 @@ class Reader:
         if mxfp4:
             _fill_mxfp4(layout.view(weight), layout.view(factors), index, out)
         else:
-            _fill_float8(weight, factors, self.block, layout, index, out)
+            there = layout.index(index, fill.shape[1] if layout.parts > 1 else 0)
+            target = out.swapaxes(-1, -2) if layout.transposed else out
+            _fill_float8(weight, factors, self.block, there, target)
         if left.done():
             self.files.release(tensor, scale)
 
@@ -198,42 +199,39 @@ def _fill_float8(
     weight: np.ndarray,
     scale: np.ndarray,
     block: tuple[int, int] | None,
-    layout: Layout,
     index: tuple[slice, ...],
     out: np.ndarray,
 ) -> None:
-    """Fills `out` with the block `index` of what `layout` makes of a float8 tensor times its scales.
+    """Fills `out` with `weight[index]`, of a float8 matrix or a stack of them, times its scales.
 
-    Of a matrix only the blocks of scales that `index` touches are read, of a stack of them whole matrices.
+    Only the blocks of scales that `index` touches are read.
     """
     if weight.ndim > 2:
-        matrix = np.empty((1, *weight.shape[-2:]), out.dtype)
         for i, expert in enumerate(range(index[0].start, index[0].stop)):
-            dequantise_fp8(weight[expert], scale[expert], block, matrix[0])
-            cast(layout.view(matrix)[0][index[1:]], out[i])
+            _fill_float8(weight[expert], scale[expert], block, index[1:], out[i])
         return
     if block is None:
-        cover, factors = index, scale[index[0]] if scale.size == len(weight) > 1 else scale
-    else:
-        starts = [s.start // b for s, b in zip(index, block, strict=True)]
-        stops = [-(-s.stop // b) for s, b in zip(index, block, strict=True)]
-        factors = scale[tuple(map(slice, starts, stops))]
-        cover = tuple(
-            slice(a * b, min(z * b, n)) for a, z, b, n in zip(starts, stops, block, weight.shape, strict=True)
-        )
-    whole = out if cover == index else np.empty(tuple(s.stop - s.start for s in cover), out.dtype)
-    dequantise_fp8(weight[cover], factors, block, whole)
+        dequantise_fp8(weight[index], scale[index[0]] if scale.size == len(weight) > 1 else scale, block, out)
+        return
+    starts = [s.start // b for s, b in zip(index, block, strict=True)]
+    stops = [-(-s.stop // b) for s, b in zip(index, block, strict=True)]
+    cover = tuple(slice(a * b, min(z * b, n)) for a, z, b, n in zip(starts, stops, block, weight.shape, strict=True))
+    size = tuple(s.stop - s.start for s in cover)
+    whole = out if size == out.shape else np.empty(size, out.dtype)
+    dequantise_fp8(weight[cover], scale[tuple(map(slice, starts, stops))], block, whole)
     if whole is not out:
-        inner = tuple(slice(s.start - c.start, s.stop - c.start) for s, c in zip(index, cover, strict=True))
+        inner = tuple(slice(s.start - c.start, s.stop - c.start, s.step) for s, c in zip(index, cover, strict=True))
         cast(whole[inner], out)
 
 
 def _fill_mxfp4(blocks: np.ndarray, scales: np.ndarray, index: tuple[slice, ...], out: np.ndarray) -> None:
     """Fills `out` with the block `index` of stacked MXFP4 matrices, a matrix at a time."""
     experts, rows, columns = index
-    width = blocks.shape[-2] * MXFP4_VALUES
+    groups = slice(columns.start // MXFP4_VALUES, -(-columns.stop // MXFP4_VALUES))
+    start, width = groups.start * MXFP4_VALUES, (groups.stop - groups.start) * MXFP4_VALUES
+    cut = width != out.shape[2]
     for i, expert in enumerate(range(experts.start, experts.stop)):
-        whole = out[i] if columns == slice(0, width) else np.empty((out.shape[1], width), out.dtype)
-        dequantise_mxfp4(blocks[expert, rows], scales[expert, rows], whole)
-        if whole.shape != out.shape[1:]:
-            cast(whole[:, columns], out[i])
+        whole = np.empty((out.shape[1], width), out.dtype) if cut else out[i]
+        dequantise_mxfp4(blocks[expert, rows, groups], scales[expert, rows, groups], whole)
+        if cut:
+            cast(whole[:, columns.start - start : columns.stop - start], out[i])

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..policies.activation import Placement
+from ..policies.axes import Layout
 from ..policies.placing import place
 from ..policies.report import format_bytes
 from ..policies.residuals import Census, activations, check
@@ -28,8 +29,9 @@ from .data import ByteTokenizer, PackedDataset, Position, load_corpus
 from .generation import generate
 from .hf_config import from_config
 from .loop import Record, TrainingDiverged, train
-from .meshes import parse_mesh, use_cpu_devices, use_cpu_only
+from .meshes import layout_of, make_mesh, use_cpu_devices, use_cpu_only
 from .optimizer import adamw, warmup_cosine
+from .sharding import shards
 from .train import Step, TrainState, init_state, make_train_step
 
 _VALIDATION_BATCHES = 16
@@ -55,7 +57,10 @@ class Options:
     prompt: str
     sample: int
     mesh: str = ""
+    rules: tuple[str, ...] = ()
     cpu_devices: int = 0
+    accumulate: int = 1
+    state_memory: tuple[str, ...] = ()
 
 
 def parse_placements(model: Any, texts: tuple[str, ...]) -> Any:
@@ -88,8 +93,11 @@ def prepare(options: Options) -> "Run":
         # Before anything asks JAX for its devices.
         use_cpu_only()
         use_cpu_devices(options.cpu_devices)
+    place = None
     if options.mesh:
-        parse_mesh(options.mesh)
+        place = layout_of(make_mesh(options.mesh), options.rules)
+    elif options.rules:
+        raise ValueError(f"rule {options.rules[0]!r} says how to cut over a mesh: give --mesh too")
     if options.dtype not in _DTYPES:
         raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(_DTYPES)}")
     if not 0 < options.learning_rate < float("inf"):
@@ -117,11 +125,12 @@ def prepare(options: Options) -> "Run":
     training, validation = load_corpus(options.data).split()
     dataset = PackedDataset(training, options.sequence_length, vocab_size=config.vocab_size)
     held_out = PackedDataset(validation, options.sequence_length, vocab_size=config.vocab_size, padded=True)
-    _check_memory(skeleton, options)
+    _check_mesh(skeleton, options, place)
+    _check_memory(skeleton, options, place)
     metadata = None
     if options.resume is not None:
         metadata = _resumable(options, dataset)
-    return Run(options, out, config, segments, skeleton, dataset, held_out, metadata)
+    return Run(options, out, config, segments, skeleton, dataset, held_out, metadata, place)
 
 
 def _check_output(out: pathlib.Path) -> None:
@@ -133,8 +142,39 @@ def _check_output(out: pathlib.Path) -> None:
             return
 
 
-def _check_memory(skeleton: Any, options: Options) -> None:
-    """Raises ValueError when the state alone is more than the device has: better than to be killed."""
+def parse_state_memory(texts: tuple[str, ...]) -> dict[str, str]:
+    """Rules from `optimizer.*=host` texts. Raises ValueError for other texts."""
+    rules = {}
+    for text in texts:
+        glob, found, where = (part.strip() for part in text.rpartition("="))
+        if not found or where not in ("device", "host"):
+            raise ValueError(f"state memory {text!r}: write what lives where, such as 'optimizer.*=host'")
+        rules[glob] = where
+    return rules
+
+
+def _check_mesh(skeleton: Any, options: Options, place: Layout | None) -> None:
+    """Raises ValueError for what can't be cut into equal parts."""
+    parse_state_memory(options.state_memory)
+    cuts = 1
+    if place is not None:
+        shards(skeleton, place)
+        cuts, length = place.size(place.axes("batch")), place.size(place.axes("sequence"))
+        if options.sequence_length % length:
+            raise ValueError(
+                f"sequence length {options.sequence_length} can't be cut into the {length} equal parts of mesh "
+                f"{options.mesh}"
+            )
+    if options.batch_size % (options.accumulate * cuts):
+        over = f" over mesh {options.mesh}" if place is not None else ""
+        raise ValueError(
+            f"batch size {options.batch_size} can't be cut into {options.accumulate} micro-batches of {cuts} equal "
+            f"parts{over}: give a multiple of {options.accumulate * cuts}"
+        )
+
+
+def _check_memory(skeleton: Any, options: Options, place: Layout | None) -> None:
+    """Raises ValueError when the state alone is more than there is: better than to be killed."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -143,6 +183,10 @@ def _check_memory(skeleton: Any, options: Options) -> None:
     counts = parameters(skeleton)
     # Weights, two moments and gradients in float32, and a copy of the weights to compute in.
     needed = (counts.total + counts.mtp) * (16 if options.dtype == "float32" else 18)
+    if place is not None:
+        # Devices of a CPU share its memory; what several hold is there several times.
+        lie = shards(skeleton, place)
+        needed = needed * lie.shard_bytes // lie.bytes * (place.mesh.size if device.platform == "cpu" else 1)
     if memory and needed > memory:
         raise ValueError(
             f"{options.model} needs at least {needed / 2**30:,.0f} GiB to train, and this machine has "
@@ -209,6 +253,7 @@ class Run:
     dataset: PackedDataset
     held_out: PackedDataset
     metadata: dict[str, Any] | None
+    layout: Layout | None = None
     records: list[Record] = dataclasses.field(default_factory=list)
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
@@ -247,8 +292,13 @@ class Run:
                  "--learning-rate", str(options.learning_rate), "--dtype", options.dtype]  # fmt: skip
         parts += ["--segments", options.segments] if options.segments else []
         parts += ["--data", str(options.data)] if options.data else []
-        for placement in options.placements:
-            parts += ["--placements", placement]
+        parts += ["--mesh", options.mesh] if options.mesh else []
+        parts += ["--cpu-devices", str(options.cpu_devices)] if options.cpu_devices else []
+        parts += ["--accumulate", str(options.accumulate)] if options.accumulate > 1 else []
+        for flag, texts in (("--rule", options.rules), ("--state-memory", options.state_memory),
+                            ("--placements", options.placements)):  # fmt: skip
+            for text in texts:
+                parts += [flag, text]
         return shlex.join(parts)
 
     def _introduce(self, console: Console) -> None:
@@ -258,6 +308,10 @@ class Run:
             + (f", {mtp:,} more for multi-token prediction" if mtp else "")
         )
         console.print(f"data: {self.dataset}\nvalidation: {self.held_out}", markup=False)
+        if self.layout is not None:
+            lie = shards(self.skeleton, self.layout)
+            console.print(f"mesh {self.options.mesh}: {format_bytes(lie.shard_bytes)} of the parameters' "
+                          f"{format_bytes(lie.bytes)} (float32) on each device", markup=False)  # fmt: skip
         table = activations(self.skeleton)
         console.print(table)
         placed = {p: sum(row[1] == p for row in table.rows) for p in Placement}
@@ -272,11 +326,14 @@ class Run:
         optimizer = adamw(warmup_cosine(options.learning_rate, steps=options.steps))
         weights, run_key = jax.random.split(jax.random.key(options.seed))
         # Weights are drawn once, as the state: what the step holds is the skeleton.
-        model = build(self.config, key=weights, dtype=dtype, segments=self.segments)
+        model = build(self.config, key=weights, dtype=dtype, segments=self.segments, mesh=self.layout)
         model = parse_placements(model, options.placements)
         master = jnp.float32 if dtype == jnp.bfloat16 else None
-        state = init_state(model, optimizer, key=run_key, master_dtype=master)
-        step = make_train_step(model, optimizer)
+        memory = parse_state_memory(options.state_memory)
+        state = init_state(model, optimizer, key=run_key, master_dtype=master, state_memory=memory)
+        step = make_train_step(
+            model, optimizer, accumulate=options.accumulate, mesh=self.layout, state_memory=memory
+        )
         if self.metadata is not None:
             state = checkpoint_io.restore(options.resume / "checkpoint", state, config=self.config)
         return step, state

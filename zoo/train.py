@@ -1,5 +1,6 @@
 """The training step: a state of arrays, and one compiled program that moves it on."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -294,10 +295,13 @@ class Step:
 
     def _over_mesh(self, function: Callable[..., Any], state: TrainState, batch: Batch, *specs: Any) -> Any:
         place = self._options.layout
-        if place is not None and AxisType.Explicit in place.mesh.axis_types:
-            out = (*specs, PartitionSpec()) if specs else PartitionSpec()
-            function = jax.sharding.auto_axes(function, out_sharding=out)
-        with use(place):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(use(place))
+            if place is not None and AxisType.Explicit in place.mesh.axis_types:
+                out = (*specs, PartitionSpec()) if specs else PartitionSpec()
+                function = jax.sharding.auto_axes(function, out_sharding=out)
+                if jax.sharding.get_abstract_mesh().empty:  # traced by `census`, say
+                    stack.enter_context(jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh))
             return function(state, batch)
 
     def _run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -113,6 +113,11 @@ def core(module, query, key, value, sinks):
     return layers.dot_product_attention(query, key, value, layers.attention_mask(LENGTH, window=30), 0.3, sinks)
 
 
+def masked(module, x, tokens):
+    visible = layers.attention_mask(LENGTH, segment_ids=tokens // 20, mask=tokens > 2, window=30)
+    return x[..., 0] * jnp.sum(visible, axis=-1)
+
+
 X = floats(ROWS, LENGTH, SIZE)
 HEADS = floats(ROWS, LENGTH, 4, HEAD), floats(ROWS, LENGTH, 2, HEAD, seed=4), floats(ROWS, LENGTH, 2, HEAD, seed=5)
 # A module, how it is called, and its arguments, cut over the batch.
@@ -123,6 +128,7 @@ CASES = {
     "tied head": (lambda: layers.Embedding(VOCAB, SIZE, key=KEY), lambda m, x: m.attend(x), X),
     "rotary": (lambda: None, lambda m, x: ROTARY.apply(x, ROTARY.tables(jnp.arange(LENGTH)[None])), HEADS[0]),
     "attention core": (lambda: None, lambda m, *heads: core(m, *heads, jnp.arange(4.0)), *HEADS),
+    "mask": (lambda: None, masked, X, TOKENS),
     "attention": (lambda: layers.Attention(SIZE, qkv_bias=True, qk_norm="head", **ATTENTION), attend, X),
     "full norm": (lambda: layers.Attention(SIZE, qk_norm="full", sinks=True, **ATTENTION), attend, X),
     "mla": (lambda: layers.MLA(SIZE, bias=True, **LATENT), attend, X),
@@ -222,3 +228,25 @@ def test_inside_shard_map(cases, make_mesh, name):
         local, mesh=make_mesh("data=4,other=2"), in_specs=(whole, rows), out_specs=((whole, rows), outputs)
     )
     check(jax.jit(run)(arrays, args), want)
+
+
+def test_a_token_outside_the_vocabulary_gives_nan_over_a_mesh(make_mesh):
+    module, tokens = layers.Embedding(VOCAB, SIZE, key=KEY), TOKENS.at[0, :3].set(jnp.array([-1, VOCAB, 2 * VOCAB]))
+    place = layout(make_mesh("fsdp=2,tensor=4"))
+    with axes.use(place):
+        rows = np.asarray(shard(module, place)(tokens))
+    assert np.isnan(rows[0, :3]).all()
+    np.testing.assert_array_equal(rows[0, 3:], np.asarray(module(TOKENS))[0, 3:])
+
+
+def test_a_frequent_token_gets_its_whole_gradient_in_bfloat16(make_mesh):
+    module = layers.Embedding(VOCAB, SIZE, dtype=jnp.bfloat16, key=KEY)
+    place = layout(make_mesh("data=2,tensor=4"))
+    tokens = jnp.zeros((2, 1024), jnp.int32)
+
+    @jax.jit
+    def gradient(module):
+        with axes.use(place):
+            return jax.grad(lambda module: jnp.sum(module(tokens).astype(jnp.float32)))(module).weight
+
+    assert (gradient(shard(module, place))[0] == 2048).all()

@@ -11,10 +11,8 @@ import jax
 from jaxtyping import PyTree
 
 from .activation import Placement, annotations, named
+from .spaces import HOST_MEMORY
 from .support import check_support
-
-# The only memory kind that JAX's policies take for host memory: any other string means the device, silently.
-HOST_MEMORY = "pinned_host"
 
 _inside = contextvars.ContextVar("overspill_inside_checkpoint", default=False)
 

@@ -14,6 +14,7 @@ from .jaxprs import Program, has_backward
 from .reading import Reader
 from .remat import Checkpointed
 from .report import Table, format_bytes
+from .spaces import typed
 
 
 class PlacementNotApplied(ValueError):
@@ -155,6 +156,7 @@ def _trace(function: Any, args: tuple, kwargs: dict) -> Program:
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
 
     def call(leaves: list[Any]) -> list[Any]:
+        leaves = [typed(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
         function, args, kwargs = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
         return [x for x in jax.tree.leaves(function(*args, **kwargs)) if eqx.is_array(x)]
 

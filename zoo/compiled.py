@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from ..policies.activation import path_string
 from ..policies.axes import Layout
+from ..policies.spaces import typed
 
 
 class RecompilationWarning(UserWarning):
@@ -130,7 +131,11 @@ class Program:
         rest = replicated(state.step.sharding)
         out = (shardings[0], rest) if self._donate else rest
         donated = (0,) if self._donate else ()
-        jitted = jax.jit(self._function, in_shardings=shardings, out_shardings=out, donate_argnums=donated)
+
+        def function(*args: PyTree) -> Any:
+            return self._function(*jax.tree.map(typed, args, shardings))
+
+        jitted = jax.jit(function, in_shardings=shardings, out_shardings=out, donate_argnums=donated)
         with self._mesh():
             return jitted.lower(state, batch)
 

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Sharding
 
 from ..policies.activation import Placement, path_string
-from ..policies.remat import HOST_MEMORY
+from ..policies.spaces import HOST_MEMORY, on_host
 from .compiled import compute_memory
 
 T = TypeVar("T")
@@ -70,14 +70,6 @@ def settle(state: T, memory: Mapping[str, Placement]) -> T:
         return jax.device_put(leaf, target)
 
     return jax.tree_util.tree_map_with_path(move, state)
-
-
-def on_host(leaf: Any) -> bool:
-    """Whether an array, concrete or traced, is in host memory."""
-    if isinstance(leaf, jax.core.Tracer):
-        return jax.typeof(leaf).memory_space == jax.memory.Space.Host
-    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-    return kind == HOST_MEMORY
 
 
 def fetch(tree: T) -> T:

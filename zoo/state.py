@@ -12,6 +12,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..policies.activation import Placement
 from ..policies.axes import Layout
+from ..policies.spaces import typed
 from .compiled import commit, default_sharding, replicated
 from .memory import StateMemory, memory_of, state_path, with_memory
 from .optimizer import arrays_by_path, trainable
@@ -130,7 +131,7 @@ def _in_parts(make: Any, args: tuple, abstract: TrainState, shardings: TrainStat
     made: dict[int, Any] = {}
     for part in parts:
         pick = jax.jit(
-            lambda *args, part=part: [jax.tree.leaves(make(*args))[i] for i in part],
+            lambda *args, part=part: [typed(jax.tree.leaves(make(*args))[i], targets[i]) for i in part],
             out_shardings=[targets[i] for i in part],
         )
         made |= zip(part, jax.block_until_ready(pick(*args)), strict=True)

@@ -21,10 +21,11 @@ from ..layers.stack import Stack
 from ..policies.activation import named, path_string
 from ..policies.axes import Layout, constrain, use
 from ..policies.remat import checkpoint as apply_annotations
+from ..policies.spaces import on_host, typed
 from .balancing import balanced, some
 from .compiled import Program
 from .data import Batch
-from .memory import StateMemory, fetch, memory_of, on_host, put_back, settle
+from .memory import StateMemory, fetch, memory_of, put_back, settle
 from .optimizer import arrays_by_path, trainable
 from .sharding import Rules, layout as make_layout
 from .state import TrainState, float32, init_state as init_state
@@ -182,7 +183,9 @@ class Step:
 
     def trace(self, state: TrainState, batch: Batch) -> Any:
         """The step's jaxpr."""
-        return jax.make_jaxpr(self.raw)(self._settle(state), batch)
+        state = self._settle(state)
+        shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), state)
+        return jax.make_jaxpr(lambda s, b: self.raw(jax.tree.map(typed, s, shardings), b))(state, batch)
 
     def _settle(self, state: TrainState) -> TrainState:
         rules = self._options.state_memory

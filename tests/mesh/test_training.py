@@ -191,6 +191,11 @@ def test_host_parameters_are_fetched_layer_by_layer():
         assert census.bytes("cast") == 0
         stacked = [e for e in census.entries if e.kind == "argument" and "layers.segments" in e.label]
         assert stacked and all((e.memory == "host") == bool(memory) for e in stacked)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        assert policies.census(step, abstract, random_batch()).entries == census.entries
+        assert str(step.trace(abstract, random_batch())).count("<host>") == str(
+            step.trace(state, random_batch())
+        ).count("<host>")
 
 
 def test_master_weights_on_the_host_under_bfloat16():

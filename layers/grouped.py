@@ -1,6 +1,7 @@
 """Grouped matmul: rows sorted by group, each times its group's matrix."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..policies.axes import vary
+from .grid import Grid, cut, sum_over
 
 # Rows that one step of the CPU's loops multiplies: as many steps of the first size as fit in a group, the
 # rest in steps of the last. Wide steps run near the speed of a plain matmul, narrow ones waste few rows.
 WINDOWS = (256, 64)
+# On a GPU a step must be worth its launch.
+GPU_WINDOWS = (1024, 128)
 # Where the mean group is smaller than that, as in generation, steps are of its size, but no narrower than this.
 NARROWEST = 8
 
@@ -28,8 +32,9 @@ def grouped_matmul(
     any gradient, whatever they hold, and the gradient of an expert without rows is exactly zero.
 
     Computed in the dtype of `x`, which the result has; gradients of `weight` are summed in float32. On
-    CPU this loops over windows of rows and needs no memory beyond its result; fewer rows than experts are
-    each multiplied with a copy of their expert's matrix. Elsewhere it is `jax.lax.ragged_dot`.
+    CPU and GPU this loops over windows of rows and needs no memory beyond its result; fewer rows than experts
+    are each multiplied with a copy of their expert's matrix. Elsewhere it is `jax.lax.ragged_dot`, which XLA
+    has a kernel for on TPU, and on GPU would compute for all experts at once.
     """
     return _grouped_matmul(*vary(x, weight, group_sizes))
 
@@ -52,6 +57,70 @@ def _grouped_matmul_backward(residuals, grad):
 _grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 
 
+def grouped_matmul_over(
+    grid: Grid,
+    axes: str,
+    x: Float[Array, "rows features"],
+    weight: Float[Array, "experts out features"],
+    group_sizes: Int[Array, "devices its_experts"],
+) -> Float[Array, "rows out"]:
+    """`grouped_matmul` of each device's rows with its own experts, none of which leaves its device.
+
+    `axes` are the logical axes of the weight. What is stored in parts over devices with other tokens is gathered in
+    the dtype of `x`; the gradient is summed over them in float32, to where each part is stored. Over the mesh axes
+    of `mlp` a product of parts of the hidden features is summed.
+    """
+    return _over(grid, axes, *vary(x, weight, group_sizes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _over(grid, axes, x, weight, group_sizes):
+    cuts = grid.weight(axes)
+
+    def local(x, weight, group_sizes):
+        return sum_over(rows_times_experts(x, weight, group_sizes[0], transpose=False), cuts[2])
+
+    specs = cut(grid.rows, cuts[2]), cut(*cuts), cut(grid.rows)
+    return grid.map(local, specs, cut(grid.rows, cuts[1]))(x, _narrow(grid, axes, weight, x.dtype), group_sizes)
+
+
+def _narrow(grid: Grid, axes: str, weight: Array, dtype: Any) -> Array:
+    # Pinned after the cast as well: the partitioner would gather first and cast then.
+    return grid.pin(weight.astype(dtype), grid.layout.stored(axes))
+
+
+def _over_forward(grid, axes, x, weight, group_sizes):
+    return _over(grid, axes, x, weight, group_sizes), (x, weight, group_sizes)
+
+
+def _over_backward(grid, axes, residuals, grad):
+    x, weight, group_sizes = residuals
+    cuts = grid.weight(axes)
+    left, scattered, out = set(grid.summed), [], []
+    for dim, (mine, stored) in enumerate(zip(cuts, grid.layout.parts(axes), strict=True)):
+        more = stored[len(mine) :] if stored[: len(mine)] == mine else ()
+        if more and left.issuperset(more):
+            left.difference_update(more)
+            scattered.append((dim, more))
+            mine = stored
+        out.append(mine)
+
+    def local(x, weight, group_sizes, grad):
+        grad_x = sum_over(rows_times_experts(grad, weight, group_sizes[0], transpose=True), cuts[1])
+        grad_weight = rows_times_rows(grad, x, group_sizes[0])
+        for dim, more in scattered:
+            grad_weight = lax.psum_scatter(grad_weight, more, scatter_dimension=dim, tiled=True)
+        return grad_x, sum_over(grad_weight, tuple(axis for axis in grid.summed if axis in left))
+
+    rows, wide = cut(grid.rows, cuts[2]), cut(grid.rows, cuts[1])
+    local = grid.map(local, (rows, cut(*cuts), cut(grid.rows), wide), (rows, cut(*out)))
+    grad_x, grad_weight = local(x, _narrow(grid, axes, weight, x.dtype), group_sizes, grad)
+    return grad_x, grid.pin(grad_weight.astype(weight.dtype), grid.layout.stored(axes)), None
+
+
+_over.defvjp(_over_forward, _over_backward)
+
+
 # The platform is chosen inside the rules above, so differentiation and the names of activations never meet
 # the branch, and a program compiled ahead of time for another platform gets that platform's side.
 
@@ -65,6 +134,8 @@ def rows_times_experts(x, weight, group_sizes, *, transpose: bool):
         weight,
         group_sizes,
         cpu=functools.partial(_rows_times_experts_windows, transpose=transpose),
+        cuda=functools.partial(_rows_times_experts_windows, transpose=transpose, widths=GPU_WINDOWS),
+        rocm=functools.partial(_rows_times_experts_windows, transpose=transpose, widths=GPU_WINDOWS),
         default=functools.partial(_rows_times_experts_ragged, transpose=transpose),
     )
 
@@ -73,13 +144,20 @@ def rows_times_rows(left, right, group_sizes):
     """Per group e the sum of outer products left[i] right[i]^T of its rows: [experts, out, features], float32."""
     if left.shape[0] == 0:
         return jnp.zeros((group_sizes.shape[0], left.shape[1], right.shape[1]), jnp.float32)
+    on_gpu = functools.partial(_rows_times_rows_windows, widths=GPU_WINDOWS)
     return lax.platform_dependent(
-        left, right, group_sizes, cpu=_rows_times_rows_windows, default=_rows_times_rows_ragged
+        left,
+        right,
+        group_sizes,
+        cpu=_rows_times_rows_windows,
+        cuda=on_gpu,
+        rocm=on_gpu,
+        default=_rows_times_rows_ragged,
     )
 
 
-def _window_sizes(rows: int, experts: int) -> tuple[int, ...]:
-    wide, narrow = WINDOWS
+def _window_sizes(rows: int, experts: int, widths: tuple[int, int] | None = None) -> tuple[int, ...]:
+    wide, narrow = widths or WINDOWS
     mean = 1 << (-(-rows // experts) - 1).bit_length()
     # A window can't be longer than the array it slices.
     return tuple(dict.fromkeys(min(window, rows) for window in (wide, min(narrow, max(mean, NARROWEST)))))
@@ -92,10 +170,10 @@ def _window(start, end, size: int, rows: int):
     return at, ((row >= start) & (row < end))[:, None]
 
 
-def _rows_times_experts_windows(x, weight, group_sizes, *, transpose: bool):
+def _rows_times_experts_windows(x, weight, group_sizes, *, transpose: bool, widths=None):
     if x.shape[0] <= weight.shape[0]:
         return _rows_times_experts_copies(x, weight, group_sizes, transpose=transpose)
-    rows, sizes = x.shape[0], _window_sizes(x.shape[0], weight.shape[0])
+    rows, sizes = x.shape[0], _window_sizes(x.shape[0], weight.shape[0], widths)
     group_sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
@@ -135,8 +213,8 @@ def _rows_times_experts_copies(x, weight, group_sizes, *, transpose: bool):
     return jnp.where((expert < weight.shape[0])[:, None], product, 0)
 
 
-def _rows_times_rows_windows(left, right, group_sizes):
-    rows, sizes = left.shape[0], _window_sizes(left.shape[0], group_sizes.shape[0])
+def _rows_times_rows_windows(left, right, group_sizes, widths=None):
+    rows, sizes = left.shape[0], _window_sizes(left.shape[0], group_sizes.shape[0], widths)
     group_sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(group_sizes)
     # Only experts that have rows are visited.

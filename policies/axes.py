@@ -199,7 +199,8 @@ def whole(x: Array, axes: str, name: str) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(inner: Any, outer: Any, weight: Array) -> Array:
-    return jax.lax.with_sharding_constraint(weight, inner)
+    # Pinned as it is stored first: the partitioner would rather gather before a cast than after it.
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(weight, outer), inner)
 
 
 def _gather_forward(inner: Any, outer: Any, weight: Array) -> tuple[Array, None]:

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ..policies.axes import LOGICAL_AXES, Layout
-from .sharding import PRESETS, layout
+from ..policies.axes import Layout
+from .sharding import layout, rules_for
 
 # So many fake devices take JAX a second and half a GiB; more are no mesh to look at.
 MOST_CPU_DEVICES = 4096
@@ -79,16 +79,7 @@ def layout_of(mesh: Mesh | AbstractMesh, rules: Iterable[str] = ()) -> Layout:
     """
     changed = parse_rules(rules)
     named = {axis for axes in changed.values() for axis in axes}
-    table: dict[str, tuple[str, ...]] = {name: () for name in LOGICAL_AXES}
-    for axis in mesh.axis_names:
-        if axis not in PRESETS and axis not in named:
-            raise ValueError(
-                f"mesh axis {axis!r} is no preset ({', '.join(PRESETS)}): say what is cut over it, as in "
-                f"--rule embed={axis}"
-            )
-        for name in PRESETS.get(axis, ()):
-            table[name] += (axis,)
-    return layout(mesh, table | changed)
+    return layout(mesh, rules_for(mesh, others=named) | changed)
 
 
 def use_cpu_devices(count: int) -> None:

@@ -1,7 +1,7 @@
 """Models and training states over a mesh of devices, by a plain table from logical axes to mesh axes."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -32,20 +32,25 @@ class ShardingWarning(UserWarning):
     """Arrays or rules that a sharding doesn't reach."""
 
 
-def rules_for(mesh: Mesh | AbstractMesh) -> dict[str, tuple[str, ...]]:
+def rules_for(mesh: Mesh | AbstractMesh, *, others: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
     """The table that the names of a mesh's axes stand for, to be edited: `rules_for(mesh) | {"kv_heads": ()}`.
 
     An axis called `data`, `fsdp`, `tensor`, `expert` or `sequence` is that preset (see `PRESETS`); several add up.
-    Raises ValueError for another name.
+    With `fsdp` and `expert` weights outside of experts are stored in parts over both, since both cut the batch.
+    Axes of other names cut nothing if they are among `others`. Raises ValueError for the rest.
     """
     table: dict[str, tuple[str, ...]] = {name: () for name in LOGICAL_AXES}
     for axis in mesh.axis_names:
-        if axis not in PRESETS:
+        if axis not in PRESETS and axis not in others:
             raise ValueError(
-                f"mesh axis {axis!r} is no preset ({', '.join(PRESETS)}): say with rules= what is cut over it"
+                f"mesh axis {axis!r} is no preset ({', '.join(PRESETS)}): say with a rule what is cut over it, as in "
+                f"embed={axis}"
             )
-        for name in PRESETS[axis]:
+        for name in PRESETS.get(axis, ()):
             table[name] += (axis,)
+    if table["embed"] and table["experts"]:
+        for name in ("embed", "latent"):
+            table[name] += table["experts"]
     return table
 
 

@@ -84,7 +84,7 @@ def test_rules_change_presets():
 def test_axes_of_ones_own_need_a_rule():
     mesh = abstract_mesh("data=2,rows=4")
     assert layout_of(mesh, ["embed=rows"]).axes("embed") == ("rows",)
-    with pytest.raises(ValueError, match="mesh axis 'rows' is no preset .* as in --rule embed=rows"):
+    with pytest.raises(ValueError, match="mesh axis 'rows' is no preset .* as in embed=rows"):
         layout_of(mesh)
 
 

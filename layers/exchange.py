@@ -7,116 +7,19 @@ mesh axes that cut experts alone every device has the same tokens; each computes
 comes of a token is summed. No row is dropped: there is room for all tokens choosing the experts of one device.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from ..policies.axes import Layout, current, manual_axes, parse, vary
-from .grouped import rows_times_experts, rows_times_rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """The mesh axes that a mixture of experts is computed over, and what each of them cuts."""
-
-    layout: Layout
-
-    @functools.cached_property
-    def experts(self) -> tuple[str, ...]:
-        return self.layout.axes("experts")
-
-    @functools.cached_property
-    def traded(self) -> tuple[str, ...]:
-        """Over these tokens travel."""
-        return tuple(axis for axis in self.experts if axis in self.layout.axes("batch", "sequence"))
-
-    @functools.cached_property
-    def copied(self) -> tuple[str, ...]:
-        """Over these all devices have the same tokens and each has experts of its own."""
-        return tuple(axis for axis in self.experts if axis not in self.traded)
-
-    @functools.cached_property
-    def rows(self) -> tuple[str, ...]:
-        """Over these each device has rows of its own."""
-        return self.layout.axes("batch", "sequence", "experts")
-
-    @functools.cached_property
-    def mlp(self) -> tuple[str, ...]:
-        """Over these the devices have different features of the hidden layer."""
-        return tuple(axis for axis in self.layout.axes("mlp") if axis not in self.rows)
-
-    @functools.cached_property
-    def summed(self) -> tuple[str, ...]:
-        """Over these each device has other tokens for the same experts."""
-        return tuple(axis for axis in self.rows if axis not in self.experts)
-
-    @property
-    def tokens(self) -> PartitionSpec:
-        return self.layout.stored("batch sequence")
-
-    def weight(self, axes: str) -> tuple[tuple[str, ...], ...]:
-        """For each dimension of a weight of experts the mesh axes that it is cut over where it is multiplied."""
-        cuts = {("experts",): self.experts, ("mlp",): self.mlp}
-        return tuple(cuts.get(dim.names, ()) for dim in parse(axes))
-
-    def own(self, num_experts: int) -> np.ndarray:
-        """The experts [copies, parts * experts] of all devices that can be sent to, by the place on `copied`."""
-        sizes = [self.layout.mesh.shape[axis] for axis in self.experts]
-        order = [self.experts.index(axis) for axis in (*self.copied, *self.traded)]
-        grid = np.arange(num_experts).reshape(*sizes, -1).transpose(*order, len(order))
-        return grid.reshape(self.layout.size(self.copied), -1)
-
-    def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` of what each device has. Its derivative has to be given: this one's is never taken."""
-        where = {} if _bare() else {"axis_names": set(self.layout.mesh.axis_names) - set(manual_axes())}
-        mesh = self.layout.mesh if _bare() else None
-        local = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **where)
-
-        def call(*args: Array) -> Any:
-            # Unchecked results say nothing of the axes of a shard_map around this one.
-            leaves, structure = jax.tree.flatten(local(*args))
-            return jax.tree.unflatten(structure, vary(*leaves, *args)[: len(leaves)])
-
-        return call
-
-    def pin(self, x: Array, spec: PartitionSpec) -> Array:
-        return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh, spec) if _bare() else spec)
-
-
-def grid_in_use() -> Grid | None:
-    """The grid of the layout in use, without the axes that an enclosing `jax.shard_map` has in hand.
-
-    None without a layout, and where no axis is left.
-    """
-    layout, manual = current(), manual_axes()
-    if layout is None or set(manual) >= set(layout.mesh.axis_names):
-        return None
-    if manual:
-        rules = ((name, tuple(axis for axis in mine if axis not in manual)) for name, mine in layout.rules)
-        layout = Layout(layout.mesh, tuple(rules))
-    return Grid(layout)
-
-
-def _bare() -> bool:
-    """Whether no mesh is set, and that of the layout has to be named."""
-    return jax.sharding.get_abstract_mesh().empty
-
-
-def _cut(*parts: tuple[str, ...]) -> PartitionSpec:
-    return PartitionSpec(*(part or None for part in parts))
-
-
-def _sum(x: Array, axes: tuple[str, ...]) -> Array:
-    return lax.psum(x, axes) if axes else x
+from ..policies.axes import vary
+from .grid import Grid, cut, sum_over
 
 
 class Exchange(eqx.Module):
@@ -161,10 +64,10 @@ def assign(
     Raises ValueError when batch or sequence can't be cut as the layout says.
     """
     grid.layout.check("batch sequence _", indices.shape, "the experts chosen for tokens")
-    by_row = (_cut(grid.rows),) * 4
+    by_row = (cut(grid.rows),) * 4
     given = (indices,) if token_mask is None else (indices, token_mask)
     local = grid.map(
-        functools.partial(_assign, grid, num_experts), (grid.tokens,) * len(given), (*by_row, _cut(grid.experts))
+        functools.partial(_assign, grid, num_experts), (grid.tokens,) * len(given), (*by_row, cut(grid.experts))
     )
     *arrays, load = local(*given)
     return Exchange(*arrays, grid.pin(load, PartitionSpec()), grid, indices.shape[-1])
@@ -189,7 +92,7 @@ def _assign(grid: Grid, num_experts: int, indices: Array, token_mask: Array | No
     ends = jnp.searchsorted(expert, jnp.arange(reached, dtype=jnp.int32), side="right").astype(jnp.int32)
     counts = jnp.diff(ends, prepend=0).reshape(parts, -1)
     received = lax.all_to_all(counts, grid.traded, 0, 0, tiled=True) if grid.traded else counts
-    load = _sum(jnp.sum(received, axis=0, dtype=jnp.int32), grid.summed).astype(jnp.float32)
+    load = sum_over(jnp.sum(received, axis=0, dtype=jnp.int32), grid.summed).astype(jnp.float32)
     rows = indices.shape[0] * indices.shape[1] * min(top_k, reached)
     return slot[None, :rows], row[None], jnp.sum(counts, axis=1, dtype=jnp.int32)[None], received[None], load
 
@@ -306,7 +209,7 @@ def _dispatch(grid, top_k, x, arrays):
         here = _here(top_k, arrays)
         return _there(grid, here, x.reshape(-1, x.shape[-1]), here.slot // top_k)
 
-    by_row = _cut(grid.rows)
+    by_row = cut(grid.rows)
     return grid.map(local, (grid.tokens, *(by_row,) * len(arrays)), by_row)(x, *arrays)
 
 
@@ -317,10 +220,10 @@ def _dispatch_forward(grid, top_k, x, arrays):
 def _dispatch_backward(grid, top_k, residuals, grad):
     def local(grad, like, *arrays):
         slots = _back(grid, _here(top_k, arrays), grad).reshape(*like.shape[:2], top_k, -1)
-        return _sum(jnp.sum(slots, axis=2, dtype=jnp.float32), grid.copied).astype(grad.dtype)
+        return sum_over(jnp.sum(slots, axis=2, dtype=jnp.float32), grid.copied).astype(grad.dtype)
 
     arrays, like = residuals
-    by_row = _cut(grid.rows)
+    by_row = cut(grid.rows)
     return grid.map(local, (by_row, grid.tokens, *(by_row,) * len(arrays)), grid.tokens)(grad, like, *arrays), None
 
 
@@ -340,9 +243,9 @@ def _combine(grid, rows, weights, arrays):
     def local(rows, weights, *arrays):
         slots = _back(grid, _here(weights.shape[-1], arrays), rows).reshape(*weights.shape, -1)
         total = jnp.sum(slots.astype(jnp.float32) * weights.astype(jnp.float32)[..., None], axis=2)
-        return _sum(total, grid.copied).astype(rows.dtype)
+        return sum_over(total, grid.copied).astype(rows.dtype)
 
-    by_row = _cut(grid.rows)
+    by_row = cut(grid.rows)
     return grid.map(local, (by_row, grid.tokens, *(by_row,) * len(arrays)), grid.tokens)(rows, weights, *arrays)
 
 
@@ -357,78 +260,14 @@ def _combine_backward(grid, residuals, grad):
         flat = weights.astype(jnp.float32).reshape(-1, 1)
         own = _there(grid, here, grad.reshape(-1, grad.shape[-1]), here.slot // here.top_k).astype(jnp.float32)
         products = jnp.sum(own * rows.astype(jnp.float32), axis=-1, keepdims=True)
-        grad_weights = _sum(_back(grid, here, products).reshape(weights.shape), grid.copied)
+        grad_weights = sum_over(_back(grid, here, products).reshape(weights.shape), grid.copied)
         weighted = own * _there(grid, here, flat, here.slot)
         return weighted.astype(rows.dtype), grad_weights.astype(weights.dtype)
 
     rows, weights, arrays = residuals
-    by_row, tokens = _cut(grid.rows), grid.tokens
+    by_row, tokens = cut(grid.rows), grid.tokens
     local = grid.map(local, (by_row, tokens, tokens, *(by_row,) * len(arrays)), (by_row, tokens))
     return *local(rows, weights, grad, *arrays), None
 
 
 _combine.defvjp(_combine_forward, _combine_backward)
-
-
-def matmul(
-    grid: Grid,
-    axes: str,
-    x: Float[Array, "rows features"],
-    weight: Float[Array, "experts out features"],
-    group_sizes: Int[Array, "devices its_experts"],
-) -> Float[Array, "rows out"]:
-    """`grouped_matmul` of each device's rows with its own experts, none of which leaves its device.
-
-    `axes` are the logical axes of the weight. What is stored in parts over devices with other tokens is gathered in
-    the dtype of `x`; the gradient is summed over them in float32, to where each part is stored. Over the mesh axes
-    of `mlp` a product of parts of the hidden features is summed.
-    """
-    return _matmul(grid, axes, *vary(x, weight, group_sizes))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul(grid, axes, x, weight, group_sizes):
-    cuts = grid.weight(axes)
-
-    def local(x, weight, group_sizes):
-        return _sum(rows_times_experts(x, weight, group_sizes[0], transpose=False), cuts[2])
-
-    specs = _cut(grid.rows, cuts[2]), _cut(*cuts), _cut(grid.rows)
-    return grid.map(local, specs, _cut(grid.rows, cuts[1]))(x, _narrow(grid, axes, weight, x.dtype), group_sizes)
-
-
-def _narrow(grid: Grid, axes: str, weight: Array, dtype: Any) -> Array:
-    # Pinned after the cast as well: the partitioner would gather first and cast then.
-    return grid.pin(weight.astype(dtype), grid.layout.stored(axes))
-
-
-def _matmul_forward(grid, axes, x, weight, group_sizes):
-    return _matmul(grid, axes, x, weight, group_sizes), (x, weight, group_sizes)
-
-
-def _matmul_backward(grid, axes, residuals, grad):
-    x, weight, group_sizes = residuals
-    cuts = grid.weight(axes)
-    left, scattered, out = set(grid.summed), [], []
-    for dim, (mine, stored) in enumerate(zip(cuts, grid.layout.parts(axes), strict=True)):
-        more = stored[len(mine) :] if stored[: len(mine)] == mine else ()
-        if more and left.issuperset(more):
-            left.difference_update(more)
-            scattered.append((dim, more))
-            mine = stored
-        out.append(mine)
-
-    def local(x, weight, group_sizes, grad):
-        grad_x = _sum(rows_times_experts(grad, weight, group_sizes[0], transpose=True), cuts[1])
-        grad_weight = rows_times_rows(grad, x, group_sizes[0])
-        for dim, more in scattered:
-            grad_weight = lax.psum_scatter(grad_weight, more, scatter_dimension=dim, tiled=True)
-        return grad_x, _sum(grad_weight, tuple(axis for axis in grid.summed if axis in left))
-
-    rows, wide = _cut(grid.rows, cuts[2]), _cut(grid.rows, cuts[1])
-    local = grid.map(local, (rows, _cut(*cuts), _cut(grid.rows), wide), (rows, _cut(*out)))
-    grad_x, grad_weight = local(x, _narrow(grid, axes, weight, x.dtype), group_sizes, grad)
-    return grad_x, grid.pin(grad_weight.astype(weight.dtype), grid.layout.stored(axes)), None
-
-
-_matmul.defvjp(_matmul_forward, _matmul_backward)

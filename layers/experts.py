@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
 from ..policies.axes import manual_axes, vary
-from .exchange import Grid, matmul
-from .grouped import grouped_matmul
+from .grid import Grid
+from .grouped import grouped_matmul, grouped_matmul_over
 from .linear import check_sizes, normal
 
 
@@ -186,7 +186,7 @@ class Experts(eqx.Module):
             if grid is None:
                 multiply = lambda x, weight, axes: grouped_matmul(x, weight, group_sizes)
             else:
-                multiply = lambda x, weight, axes: matmul(grid, axes, x, weight, group_sizes)
+                multiply = lambda x, weight, axes: grouped_matmul_over(grid, axes, x, weight, group_sizes)
             y = multiply(x, weight, self.axes[f"{name}_weight"])
             if bias is None:
                 return y

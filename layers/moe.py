@@ -12,6 +12,7 @@ from ..policies.activation import Activation
 from ..policies.axes import any_mesh
 from . import exchange
 from .experts import Experts, assign, combine, dispatch
+from .grid import Grid, grid_in_use
 from .linear import check_input
 from .mlp import MLP
 from .router import Routing, SigmoidRouter, SoftmaxRouter
@@ -106,7 +107,7 @@ class MoE(eqx.Module):
         """
         check_input("MoE", x, self.router.weight.shape[1], rank=3)
         routing = self.router(x)
-        grid = exchange.grid_in_use()
+        grid = grid_in_use()
         if self.experts.gate_weight.shape[0] != self.router.num_experts:
             raise ValueError(
                 f"MoE: this device has {self.experts.gate_weight.shape[0]} of {self.router.num_experts} experts: "
@@ -130,9 +131,7 @@ class MoE(eqx.Module):
         y = rearrange(combine(rows, rearrange(routing.weights, flat), assignment), "(b s) d -> b s d", b=x.shape[0])
         return y, assignment.group_sizes.astype(jnp.float32)
 
-    def _routed_over(
-        self, grid: exchange.Grid, x: Array, routing: Routing, token_mask: Array | None
-    ) -> tuple[Array, Array]:
+    def _routed_over(self, grid: Grid, x: Array, routing: Routing, token_mask: Array | None) -> tuple[Array, Array]:
         for name, axes in self.experts.axes.items():
             if getattr(self.experts, name) is not None:
                 grid.layout.check(axes, getattr(self.experts, name).shape, f"experts.{name} of MoE")

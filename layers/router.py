@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..policies.activation import Activation
 from ..policies.axes import any_mesh, gather
-from .exchange import grid_in_use
+from .grid import grid_in_use
 from .linear import Buffer, check_input, check_sizes, normal
 
 # Keeps a sum of weights that are all zero from dividing by it.

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from overspill import policies
 from overspill.layers import exchange
+from overspill.layers.grid import Grid
 from overspill.layers.moe import MoE
 from overspill.layers.router import SigmoidRouter, SoftmaxRouter
 from overspill.layers.stack import Stack
@@ -119,7 +120,7 @@ def test_same_as_on_one_device(make_mesh, mesh, rules, kind):
 
 
 def check_collectives(text, place):
-    grid = exchange.Grid(place)
+    grid = Grid(place)
     assert bool(re.search(r" all-to-all\(", text)) == bool(grid.traded)
     results = re.findall(r"= (.*) all-gather(?:-start)?\(", text)
     shapes = [tuple(map(int, dims.split(","))) for result in results for dims in re.findall(r"\[([\d,]+)\]", result)]
@@ -188,10 +189,10 @@ def test_any_load_token_by_token(make_mesh, monkeypatch, mesh, rules, backend):
     if backend == "ragged":
         if rules is COPIED:
             pytest.skip("nothing travels")
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **others: default(*args))
         monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     place = layout(make_mesh(mesh), rules)
-    grid = exchange.Grid(place)
+    grid = Grid(place)
     experts = make("deepseek").experts
 
     @jax.jit
@@ -224,7 +225,7 @@ def test_bfloat16_rounds_as_on_one_device(make_mesh):
     narrow = jnp.asarray(X, jnp.bfloat16)
 
     def run(place, x):
-        grid = exchange.Grid(place)
+        grid = Grid(place)
 
         @jax.jit
         def gradients(experts, x, weights):

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from ..policies.activation import path_string
@@ -194,9 +195,13 @@ def _read(reader: Reader, leaf: Leaf, dtype: Any) -> jax.Array:
     shape = leaf.array.shape
     if leaf.array.sharding is not None:
         return from_blocks(shape, leaf.array.sharding, lambda index: reader.read(leaf.path, shape, dtype, index))
+    return _adopt(reader.read(leaf.path, shape, dtype))
+
+
+def _adopt(memory: np.ndarray) -> jax.Array:
     # Nobody else has the memory and nobody writes to it again, so on a CPU it is the array's from now on. (Donating
     # such an array is safe: XLA then makes a copy.) Elsewhere it is let go of before the next one is read.
-    return jax.device_put(reader.read(leaf.path, shape, dtype), may_alias=True).block_until_ready()
+    return jax.device_put(memory, may_alias=True).block_until_ready()
 
 
 def float8_block(said: Mapping[str, Any], folder: str | os.PathLike) -> tuple[int, int] | None:

@@ -37,7 +37,7 @@ from overspill.policies.report import format_bytes  # noqa: E402
 from overspill.zoo.collectives import find_collectives  # noqa: E402
 from overspill.zoo.inspecting import state_parts  # noqa: E402
 from overspill.zoo.meshes import layout_of, parse_mesh  # noqa: E402
-from overspill.zoo.running import parse_placements  # noqa: E402
+from overspill.zoo.running import parse_placements, parse_state_memory  # noqa: E402
 from overspill.zoo.sharding import shards  # noqa: E402
 
 H200 = """
@@ -102,6 +102,7 @@ def main():
     parser.add_argument("--batch-size", type=int, help="by default one row for each part of a batch")
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--placements", "-p", action="append")
+    parser.add_argument("--state-memory", action="append", default=[], help="such as 'optimizer.*=host'")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--text", type=pathlib.Path, help="write the compiled program here")
     options = parser.parse_args()
@@ -114,7 +115,10 @@ def main():
     model = parse_placements(zoo.abstract(config, dtype=jnp.bfloat16), tuple(options.placements or ("offload_all",)))
     optimizer = zoo.adamw(1e-3)
     plan = shards(model, layout)
-    state = zoo.init_state(model, optimizer, key=jax.random.key(0), master_dtype=jnp.float32, mesh=layout)
+    resident = parse_state_memory(tuple(options.state_memory))
+    state = zoo.init_state(
+        model, optimizer, key=jax.random.key(0), master_dtype=jnp.float32, mesh=layout, state_memory=resident
+    )
     step = zoo.make_train_step(model, optimizer, mesh=layout)
     rows = options.batch_size or layout.size(layout.axes("batch"))
     shape = (rows, options.sequence_length)
@@ -133,7 +137,10 @@ def main():
     found = find_collectives(text, layout)
     memory = compiled.memory_analysis()
     cuts = layout.size(layout.axes("batch")) * layout.size(layout.axes("sequence"))
-    expected = sum(part.shard_bytes for part in state_parts(state, plan)) + math.prod(shape) // cuts * (4 * 4 + 1)
+    parts = state_parts(state, plan)
+    on_host = sum(part.shard_bytes for part in parts if part.memory == "host")
+    expected = sum(part.shard_bytes for part in parts if part.memory == "device")
+    expected += math.prod(shape) // cuts * (4 * 4 + 1)
     full = whole_experts(plan, found)
     exchanged = len(found.of("all-to-all")) + len(found.of("ragged-all-to-all"))
     print(f"{options.model} with {config.num_hidden_layers} layers, {shape[0]} x {shape[1]} tokens, "
@@ -141,6 +148,8 @@ def main():
     print(f"lowered in {lower_seconds:.1f} s, compiled in {compile_seconds:.1f} s")
     print(f"arguments {memory.argument_size_in_bytes:,} bytes a device, by the rules {expected:,}")
     needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    if on_host:
+        print(f"arguments on the host {memory.host_argument_size_in_bytes:,}, by the rules {on_host:,}")
     print(f"scratch {format_bytes(memory.temp_size_in_bytes)}, host {format_bytes(memory.host_temp_size_in_bytes)}; a "
           f"device needs {format_bytes(needed)} and has {format_bytes(MEMORY[options.target])}")  # fmt: skip
     print(found)

@@ -17,11 +17,11 @@ from rich.markup import escape
 from ..policies.activation import annotations, path_string
 from ..policies.axes import Layout, parse
 from ..policies.report import Table, format_bytes
+from ..policies.spaces import on_host
 from .building import abstract, parameters
 from .collectives import Collectives, find_collectives
 from .data import Batch
 from .hf_config import from_config
-from .memory import on_host
 from .meshes import abstract_mesh, layout_of, make_mesh, parse_mesh, use_cpu_devices, use_cpu_only
 from .optimizer import adamw
 from .running import parse_placements, parse_state_memory

@@ -65,7 +65,8 @@ class Embedding(eqx.Module):
         if cuts is None:
             rows = self.weight.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         else:
-            rows = _rows_over(cuts, self.weight, tokens)
+            # Pinned as it is stored: a weight that was cast is gathered after the cast then, and not before.
+            rows = _rows_over(cuts, constrain(self.weight, self.axes["weight"]), tokens)
         return constrain(rows, "batch sequence embed")
 
     @jax.named_scope("tied_head")

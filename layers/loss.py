@@ -4,6 +4,7 @@ Over a mesh each device does that with its own tokens and its own part of the vo
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -212,9 +213,13 @@ def _forward_over(
         total = jnp.sum(jnp.where(targets == IGNORED, 0, normalisers - chosen))
         return cuts.sum_tokens(total), normalisers.reshape(shape)
 
-    # Cast first: what is gathered from other devices is then as narrow as what is multiplied.
     takes, gives = (cuts.tokens, cuts.weight, cuts.tokens), (PartitionSpec(), cuts.tokens)
-    return cuts.run(local, hidden, weight.astype(hidden.dtype), targets, takes=takes, gives=gives)
+    return cuts.run(local, hidden, _narrow(weight, hidden.dtype), targets, takes=takes, gives=gives)
+
+
+def _narrow(weight: Array, dtype: Any) -> Array:
+    """The weight, cast before it is gathered: pinned where it is stored, or the partitioner would gather first."""
+    return constrain(weight.astype(dtype), "vocab embed")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -243,7 +248,7 @@ def _summed_over_backward(
         return cuts.sum_vocab(ours).reshape(shape), cuts.sum_gradient(theirs).astype(kept[1].dtype)
 
     takes = (cuts.tokens, cuts.weight, cuts.tokens, cuts.tokens, PartitionSpec())
-    arrays = hidden, weight.astype(hidden.dtype), targets, normalisers, cotangent
+    arrays = hidden, _narrow(weight, hidden.dtype), targets, normalisers, cotangent
     hidden_gradient, weight_gradient = cuts.run(local, *arrays, takes=takes, gives=(cuts.tokens, cuts.gradient))
     return hidden_gradient, constrain(weight_gradient, "vocab embed"), None
 

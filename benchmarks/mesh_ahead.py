@@ -37,7 +37,7 @@ from overspill.policies.report import format_bytes  # noqa: E402
 from overspill.zoo.collectives import find_collectives  # noqa: E402
 from overspill.zoo.inspecting import state_parts  # noqa: E402
 from overspill.zoo.meshes import layout_of, parse_mesh  # noqa: E402
-from overspill.zoo.running import parse_placements, parse_state_memory  # noqa: E402
+from overspill.zoo.run_options import parse_placements, parse_state_memory  # noqa: E402
 from overspill.zoo.sharding import shards  # noqa: E402
 
 H200 = """

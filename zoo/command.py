@@ -113,7 +113,8 @@ def train(
     keeps. At the end there are a checkpoint, the loss curve (PNG and CSV) and a sample of text in the output
     folder. Ctrl-C stops after the step at hand and saves.
     """
-    from .running import Options, prepare
+    from .run_options import Options
+    from .running import prepare
 
     with _plain_errors():
         run = prepare(

@@ -24,7 +24,7 @@ from .data import Batch
 from .hf_config import from_config
 from .meshes import abstract_mesh, layout_of, make_mesh, parse_mesh, use_cpu_devices, use_cpu_only
 from .optimizer import adamw
-from .running import parse_placements, parse_state_memory
+from .run_options import parse_placements, parse_state_memory
 from .sharding import ShardingWarning, Shards, shards
 from .train import init_state, make_train_step
 

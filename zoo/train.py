@@ -10,22 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from einops import rearrange
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ..layers.embedding import check_tokens
 from ..layers.loss import IGNORED
-from ..layers.resident import Resident
-from ..layers.stack import Stack
-from ..policies.activation import named, path_string
-from ..policies.axes import Layout, constrain, use
+from ..policies.activation import path_string
+from ..policies.axes import Layout, use
 from ..policies.remat import checkpoint as apply_annotations
-from ..policies.spaces import on_host, typed
+from ..policies.spaces import typed
 from .balancing import balanced, some
 from .compiled import Program
 from .data import Batch
 from .memory import StateMemory, fetch, memory_of, put_back, settle
+from .objective import Objective
 from .optimizer import arrays_by_path, trainable
 from .sharding import Rules, layout as make_layout
 from .state import TrainState, float32, init_state as init_state
@@ -105,21 +103,16 @@ def make_train_step(
     if mesh is None and rules is not None:
         raise ValueError("rules say how to cut over a mesh: give mesh too")
     place = None if mesh is None else make_layout(mesh, rules)
-    weights = float(mtp_weight), float(balance_weight), float(bias_rate)
-    options = _Options(*weights, clip, compute_dtype, max_bad_steps, wrap, accumulate, place, state_memory or {})
-    return Step(model, optimizer, options)
+    skeleton = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, model)
+    objective = Objective(skeleton, float(mtp_weight), float(balance_weight), compute_dtype, wrap, accumulate)
+    return Step(objective, optimizer, _Options(float(bias_rate), clip, max_bad_steps, place, state_memory or {}))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    mtp_weight: float
-    balance_weight: float
     bias_rate: float
     clip_norm: float | None
-    compute_dtype: Any
     max_bad_steps: int
-    checkpoint: Callable[..., Any] | None
-    accumulate: int
     layout: Layout | None
     state_memory: StateMemory
 
@@ -135,20 +128,17 @@ class Step:
     - `raw(state, batch)`: the step as a plain function, to be traced; `trace` and `lower` do so.
     """
 
-    def __init__(self, model: eqx.Module, optimizer: optax.GradientTransformation, options: _Options):
-        self.model = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, model
-        )
+    def __init__(self, objective: Objective, optimizer: optax.GradientTransformation, options: _Options):
+        self.model = objective.model
         parameters, rest = trainable(self.model)
         self.parameters = tuple(sorted(arrays_by_path(parameters)))
         self.max_bad_steps = options.max_bad_steps
         self._buffers = frozenset(arrays_by_path(rest))
+        self._objective = objective
         self._optimizer = optimizer
         self._options = options
         self._program = Program("training step", self.raw, donate=True, layout=options.layout)
         self._evaluation = Program("evaluation", self._evaluate, donate=False, layout=options.layout)
-        stacks = jax.tree_util.tree_leaves_with_path(self.model, is_leaf=_is_stack)
-        self._stacks = tuple(f"{path_string(path)}." for path, node in stacks if _is_stack(node))
 
     def __repr__(self) -> str:
         return f"Step({type(self.model).__name__}, {len(self.parameters)} parameter arrays)"
@@ -156,7 +146,7 @@ class Step:
     @property
     def annotated(self) -> Any:
         """The part of `model` that the step runs: without multi-token prediction where its weight is 0."""
-        if self._options.mtp_weight > 0 or not getattr(self.model, "mtp", ()):
+        if self._objective.mtp_weight > 0 or not getattr(self.model, "mtp", ()):
             return self.model
         return eqx.tree_at(lambda model: model.mtp, self.model, ())
 
@@ -172,13 +162,13 @@ class Step:
         looking at one that is on a device would stop the pipeline.
         """
         self._check(state)
-        self._check_batch(batch, self._options.accumulate)
+        self._check_batch(batch, self._objective.accumulate)
         return self._program(self._settle(state), batch)
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """The step lowered for concrete or abstract arguments, for the devices that their shardings name."""
         self._check(state)
-        self._check_batch(batch, self._options.accumulate)
+        self._check_batch(batch, self._objective.accumulate)
         return self._program.lower(*self._program.settle(self._settle(state), batch))
 
     def trace(self, state: TrainState, batch: Batch) -> Any:
@@ -219,24 +209,6 @@ class Step:
             if vocab_size is not None and isinstance(ids, np.ndarray):
                 check_tokens(ids, vocab_size, ignored=ignored)
 
-    def _assemble(self, params: dict[str, Any], buffers: dict[str, Any]) -> Any:
-        """The model with the state's values, in the dtypes that it computes in."""
-
-        def fill(path: tuple, leaf: Any) -> Any:
-            if not isinstance(leaf, jax.ShapeDtypeStruct):
-                return leaf
-            where = path_string(path)
-            # Routing decisions hang on small differences between logits.
-            keep = self._options.compute_dtype is None or where in buffers or "router" in where.split(".")
-            dtype = leaf.dtype if keep else self._options.compute_dtype
-            value = buffers[where] if where in buffers else params[where]
-            if on_host(value) and where.startswith(self._stacks):
-                return Resident(value, dtype)
-            value = fetch(value)
-            return value if where in buffers else value.astype(dtype)
-
-        return named(jax.tree_util.tree_map_with_path(fill, self.model))
-
     def trained(self, state: TrainState) -> Any:
         """The model with the values of `state`, in its own dtypes: to be used, saved or sampled from.
 
@@ -253,44 +225,6 @@ class Step:
             return fetch(value).astype(leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(fill, self.model)
-
-    def _parts(self, params: dict, buffers: dict, batch: Batch, counts: Any) -> tuple[Array, "_Sums"]:
-        """What a micro-batch adds to the loss of a batch with these counts (None: this is all of it)."""
-        options = self._options
-        model = self._assemble(params, buffers)
-        losses = model.losses(batch, mtp=options.mtp_weight > 0, checkpoint=options.checkpoint)
-        count, mtp_count, mine = losses.count, losses.mtp_count, None
-        if counts is not None:
-            count, mtp_count = counts.count, counts.mtp_count
-            mine = model.counts(batch, mtp=options.mtp_weight > 0)
-        loss = losses.sum / jnp.maximum(count, 1)
-        mtp_loss = jnp.sum(losses.mtp_sum / jnp.maximum(mtp_count, 1)) / max(losses.mtp_sum.shape[0], 1)
-        balance_loss = jnp.zeros((), jnp.float32)
-        for name, stats in losses.stats.items():
-            balance_loss += jnp.sum(stats.balance_loss) * (1 if counts is None else counts.share(mine, name))
-        load = {name: jax.lax.stop_gradient(s.load) for name, s in losses.stats.items()}
-        total = loss + options.mtp_weight * mtp_loss + options.balance_weight * balance_loss
-        return total, _Sums(total, loss, mtp_loss, balance_loss, losses.count, load)
-
-    def _gradients(self, state: TrainState, batch: Batch) -> tuple[dict[str, Array], "_Sums"]:
-        """The gradient of the loss of a batch, and the loss's parts."""
-        options, parts = self._options, self._options.accumulate
-        gradient = jax.grad(self._parts, has_aux=True)
-        if parts == 1:
-            return gradient(state.params, state.buffers, batch, None)
-        if not hasattr(self.model, "counts"):
-            raise ValueError(f"accumulate={parts} needs a model with `counts`, which {type(self.model).__name__} lacks")
-        counts = self._assemble(state.params, state.buffers).counts(batch, mtp=options.mtp_weight > 0)
-
-        def add(carry: tuple, part: Batch) -> tuple[tuple, None]:
-            new = gradient(state.params, state.buffers, part, counts)
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, fetch(new)), None
-
-        micro = jax.tree.map(lambda x: _split(x, parts, batch.tokens.shape[0]), batch)
-        first = jax.tree.map(lambda x: x[0], micro)
-        shapes = jax.eval_shape(gradient, state.params, state.buffers, first, counts)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-        return jax.lax.scan(add, zeros, micro)[0]
 
     def raw(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step as a plain function of arrays: forward, backward, update. Nothing is donated."""
@@ -309,9 +243,9 @@ class Step:
 
     def _run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         options = self._options
-        grads, sums = self._gradients(state, batch)
+        grads, sums = self._objective.gradients(state.params, state.buffers, batch)
         with jax.named_scope("optimizer"):
-            grads = float32(fetch(grads))
+            grads = float32(grads)
             squares = jnp.stack([jnp.sum(jnp.square(grads[path])) for path in self.parameters])
             grad_norm = jnp.sqrt(jnp.sum(squares))
             finite = jnp.isfinite(sums.total) & jnp.isfinite(grad_norm)
@@ -322,7 +256,7 @@ class Step:
             wide = float32(old.params)
             updates, opt_state = self._optimizer.update(grads, old.opt_state, wide)
             params = jax.tree.map(lambda p, w, u: (w + u).astype(p.dtype), old.params, wide, updates)
-            buffers = balanced(old.buffers, sums.load, options.bias_rate, options.mtp_weight > 0)
+            buffers = balanced(old.buffers, sums.load, options.bias_rate, self._objective.mtp_weight > 0)
             # All or nothing: a step that isn't finite leaves no trace but its count.
             params, buffers, opt_state = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
@@ -339,7 +273,7 @@ class Step:
 
     def _evaluate(self, state: TrainState, batch: Batch) -> tuple[Array, Array]:
         def sums(state: TrainState, batch: Batch) -> tuple[Array, Array]:
-            losses = self._assemble(state.params, state.buffers).losses(batch, mtp=False, checkpoint=None)
+            losses = self._objective.assemble(state.params, state.buffers).losses(batch, mtp=False, checkpoint=None)
             return losses.sum, losses.count
 
         return self._over_mesh(sums, state, batch)
@@ -375,27 +309,5 @@ class Step:
         return f"not finite: the gradient of {some(names)}" if names else "the gradient norm overflows"
 
 
-class _Sums(eqx.Module):
-    """Parts of a loss; those of micro-batches add up to those of the batch."""
-
-    total: Float[Array, ""]
-    loss: Float[Array, ""]
-    mtp_loss: Float[Array, ""]
-    balance_loss: Float[Array, ""]
-    count: Float[Array, ""]
-    load: dict[str, Float[Array, "..."]]
-
-
-def _is_stack(node: Any) -> bool:
-    return isinstance(node, Stack)
-
-
 def _spec(leaf: Any) -> PartitionSpec:
     return getattr(jax.typeof(leaf).sharding, "spec", PartitionSpec())
-
-
-def _split(x: Array, parts: int, rows: int) -> Array:
-    """`x` as micro-batches, each with every `parts`-th row: with rows cut over devices, none has to move."""
-    if x.shape[0] != rows:  # positions that all rows share
-        return jnp.broadcast_to(x, (parts, *x.shape))
-    return constrain(rearrange(x, "(n k) s -> k n s", k=parts), "_ batch sequence")

@@ -311,7 +311,7 @@ def test_dtypes_stay(model_dtype, master, compute, kept, computed):
     assert state.params["embedding.weight"].dtype == kept and state.params["mixer.router.weight"].dtype == jnp.float32
     moments = state.opt_state[0]
     assert {x.dtype for x in jax.tree.leaves((moments.mu, moments.nu))} == {jnp.dtype(jnp.float32)}
-    assembled = step._assemble(state.params, state.buffers)
+    assembled = step._objective.assemble(state.params, state.buffers)
     assert assembled.embedding.weight.dtype == computed
     assert assembled.mixer.router.weight.dtype == assembled.mixer.router.bias.dtype == jnp.float32
     for i in range(5):

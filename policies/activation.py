@@ -10,7 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
-from .axes import constrain
+from .axes import constrain, parse
 
 T = TypeVar("T")
 
@@ -53,7 +53,12 @@ class Activation(eqx.Module):
     path: str | None = eqx.field(static=True, default=None)
 
     def __call__(self, x: Array) -> Array:
-        return checkpoint_name(constrain(x, self.axes), self.path or self.name)
+        name = self.path or self.name
+        return checkpoint_name(constrain(x, self.axes, f"activation {name!r}"), name)
+
+    def __check_init__(self) -> None:
+        if self.axes is not None:
+            parse(self.axes)
 
 
 class Annotation(NamedTuple):

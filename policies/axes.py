@@ -158,10 +158,10 @@ def _place(layout: Layout, spec: PartitionSpec) -> Any:
     return _spec(tuple(tuple(axis for axis in part if axis not in manual) for part in parts))
 
 
-def constrain(x: Array, axes: str | None) -> Array:
+def constrain(x: Array, axes: str | None, what: str = "an array") -> Array:
     """`x`, cut over the mesh in use as its logical axes say; without a layout in use, `x`.
 
-    Raises ValueError when a dimension can't be cut that way.
+    Raises ValueError, naming it as `what`, when a dimension can't be cut that way.
     """
     layout = current()
     if layout is None or axes is None:
@@ -170,7 +170,7 @@ def constrain(x: Array, axes: str | None) -> Array:
     if place is None:
         return x
     if not manual_axes():
-        layout.check(axes, x.shape, "an array")
+        layout.check(axes, x.shape, what)
     return jax.lax.with_sharding_constraint(x, place)
 
 

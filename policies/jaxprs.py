@@ -176,6 +176,8 @@ class Program:
             return self._branches(eqn, subs, values)
         if primitive == "cond":
             return self._cond(eqn, subs, values, after)
+        if primitive == "shard_map" and len(subs) == 1 and len(subs[0].invars) == len(values):
+            return self._shard_map(eqn, subs[0], values, after)
         for sub in subs:
             self.forward_names |= names_in(sub)
         outputs = [self._made(v.aval, eqn, values, after) for v in eqn.outvars]
@@ -231,6 +233,20 @@ class Program:
             out.constant = all(o.constant for o in outs)
             out.body = next((o for o in outs if not _is_fill(o)), outs[0])
             results.append(out)
+        return results
+
+    def _shard_map(self, eqn: Any, sub: Any, values: list[Value], after: bool) -> list[Value]:
+        """What each device computes on its own part: names in it stand on parts, and so do the values behind them."""
+        inner = [
+            Value(var.aval, eqn, (value,), value.argument, value.constant, value.backward, body=value)
+            for var, value in zip(sub.invars, values, strict=True)
+        ]
+        outs = self._run(sub, [Value(v.aval, constant=True) for v in sub.constvars], inner, transposed=False)
+        results = []
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            result = self._made(var.aval, eqn, values, after)
+            result.body = out
+            results.append(result)
         return results
 
     def _branches(self, eqn: Any, subs: list[Any], values: list[Value]) -> list[Value]:

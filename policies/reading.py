@@ -90,7 +90,7 @@ class Reader:
                 return (Kind.CAST if cast else Kind.ARGUMENT), inner.argument
             if inner.carry:
                 break
-            if inner.body is not None and (inner.stacked or inner.primitive == "cond"):
+            if inner.body is not None and (inner.stacked or inner.primitive in ("cond", "shard_map")):
                 inner = inner.body
             elif inner.body is not None and inner.primitive == "scan":
                 # The slice of an input that a loop runs over; or else a carry's last value, which is a new one.

@@ -98,12 +98,20 @@ def check_mesh(state: PyTree, layout: Layout) -> None:
     wanted = set(layout.mesh.devices.flat)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(leaf, jax.core.Tracer) or sharding is None or sharding.device_set == wanted:
+        if isinstance(leaf, jax.core.Tracer) or sharding is None:
             continue
+        mesh = getattr(sharding, "mesh", None)
+        if sharding.device_set == wanted and (mesh is None or mesh.shape == layout.mesh.shape):
+            continue
+        where = f"a mesh of {_sizes(mesh)}" if mesh is not None else f"{len(sharding.device_set)} device(s)"
         raise ValueError(
-            f"{path_string(path)!r} of the state lies on {len(sharding.device_set)} devices and not over the mesh of "
-            f"{len(wanted)}: make the state with the same mesh, init_state(model, optimizer, mesh=mesh, ...)"
+            f"{path_string(path)!r} of the state lies on {where}, and the step's mesh is {_sizes(layout.mesh)}: make "
+            "the state with the same mesh, init_state(model, optimizer, mesh=mesh, ...)"
         )
+
+
+def _sizes(mesh: Any) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 class Program:

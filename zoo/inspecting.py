@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import re
 import time
 import warnings
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from .building import abstract, parameters
 from .collectives import Collectives, find_collectives
 from .data import Batch
 from .hf_config import from_config
-from .meshes import abstract_mesh, layout_of, make_mesh, parse_mesh, use_cpu_devices, use_cpu_only
+from .meshes import abstract_mesh, as_option, layout_of, make_mesh, parse_mesh, use_cpu_devices, use_cpu_only
 from .optimizer import adamw
 from .run_options import parse_placements, parse_state_memory
 from .sharding import ShardingWarning, Shards, shards
@@ -110,7 +109,7 @@ def prepare(options: Options) -> "Inspection":
         layout.check("batch sequence", (rows // options.accumulate, options.sequence_length), "a batch of tokens")
     except ValueError as error:
         # The same as this command has it written.
-        raise ValueError(re.sub(r"the rule \{'(\S+)': \(\)\}", r"--rule \1=", str(error))) from None
+        raise ValueError(as_option(str(error))) from None
     inspection = Inspection(options, model, layout, plan, rows, parse_state_memory(options.state_memory))
     inspection.state()  # raises for state memory that matches nothing
     return inspection
@@ -140,15 +139,17 @@ class Inspection:
         devices = math.prod(self.layout.mesh.shape.values())
         cuts = "; ".join(f"{name} over {'*'.join(axes)}" for name, axes in self.layout.rules)
         console.print(f"mesh of {devices:,} devices: {cuts or 'nothing is cut'}", markup=False)
-        console.print(self.plan.table())
+        # Wide, and never wrapped, where no person reads it: paths are to be found in it.
+        show = console.print if console.is_terminal else lambda table: print(table, file=console.file)
+        show(self.plan.table())
         for note in self._notes():
             console.print(note, markup=False)
         parts = self.state()
-        console.print(self.state_table(parts))
+        show(self.state_table(parts))
         if options.compile:
             with console.status(f"compiling a training step for {devices:,} CPU devices"):
                 self.compile()
-            console.print(self.collectives.table())
+            show(self.collectives.table())
             console.print(
                 f"one training step on {self.batch_size} x {options.sequence_length} tokens, compiled in "
                 f"{self.seconds:.0f} s for {devices:,} CPU devices. Compilers for GPUs and TPUs cut it the same way, "

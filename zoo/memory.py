@@ -34,9 +34,9 @@ def memory_of(state: Any, rules: StateMemory) -> dict[str, Placement]:
     paths = [state_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     found: dict[str, Placement] = {}
     for glob, where in rules.items():
-        place = Placement.parse(where)
-        if place not in _KINDS:
+        if where not in tuple(_KINDS):
             raise ValueError(f"state_memory {glob!r}: a state lives on the 'device' or on the 'host', not {where!r}")
+        place = Placement(where)
         matched = [path for path in paths if path == glob or fnmatch.fnmatchcase(path, glob)]
         if not matched:
             near = difflib.get_close_matches(glob, paths, n=3, cutoff=0.3) or paths[:3]

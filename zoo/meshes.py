@@ -47,6 +47,11 @@ def parse_rules(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return rules
 
 
+def as_option(message: str) -> str:
+    """An error of a layout with the rule that it proposes as an option of the command line."""
+    return re.sub(r"the rule \{'(\S+)': \(\)\}", r"--rule \1=", message)
+
+
 def make_mesh(text: str, kind: AxisType = AxisType.Auto) -> Mesh:
     """The mesh that `text` describes, over the first devices of JAX's default backend.
 

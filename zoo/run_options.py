@@ -12,6 +12,7 @@ from ..policies.placing import place
 from . import checkpoint_io
 from .building import parameters
 from .data import PackedDataset
+from .meshes import as_option
 from .sharding import shards
 
 
@@ -86,7 +87,10 @@ def check_mesh(skeleton: Any, options: Options, place: Layout | None) -> None:
     parse_state_memory(options.state_memory)
     cuts = 1
     if place is not None:
-        shards(skeleton, place)
+        try:
+            shards(skeleton, place)
+        except ValueError as error:
+            raise ValueError(as_option(str(error))) from None
         cuts, length = place.size(place.axes("batch")), place.size(place.axes("sequence"))
         if options.sequence_length % length:
             raise ValueError(

@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..policies.activation import path_string
-from ..policies.axes import LOGICAL_AXES, Layout
+from ..layers.stack import Stack
+from ..policies.activation import Activation, annotations, path_string
+from ..policies.axes import LOGICAL_AXES, Layout, parse
 from ..policies.report import Table, format_bytes
 from .compiled import compute_memory
 
@@ -44,7 +45,7 @@ def rules_for(mesh: Mesh | AbstractMesh, *, others: Collection[str] = ()) -> dic
         if axis not in PRESETS and axis not in others:
             raise ValueError(
                 f"mesh axis {axis!r} is no preset ({', '.join(PRESETS)}): say with a rule what is cut over it, as in "
-                f"embed={axis}"
+                f"embed={axis}; in code, rules_for(mesh, others=({axis!r},)) | {{'embed': {axis!r}}}"
             )
         for name in PRESETS.get(axis, ()):
             table[name] += (axis,)
@@ -102,25 +103,40 @@ class Row(NamedTuple):
 def logical_axes(tree: PyTree) -> dict[str, str | None]:
     """The logical axes of every array of `tree`, by its path; None where the module that holds it declares none.
 
-    A module declares them in `axes`, a dictionary by field. Arrays of a stack have `layers` in front.
+    A module declares them in `axes`, a dictionary by field. Arrays of a `Stack` have `layers` in front.
+    Raises ValueError for declarations that are no such dictionary, that name a field which isn't there, or that
+    `policies.axes.parse` refuses.
     """
     found: dict[str, str | None] = {}
 
-    def visit(node: Any, prefix: str, declared: Mapping[str, str]) -> None:
+    def visit(node: Any, prefix: str, declared: Mapping[str, str], stacked: bool) -> None:
         if _is_array(node):
             axes = declared.get(prefix.rpartition(".")[2])
-            if axes is not None and len(axes.split()) == node.ndim - 1:
-                axes = f"layers {axes}"
-            found[prefix] = axes
+            found[prefix] = f"layers {axes}" if axes is not None and stacked else axes
             return
         children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-        mine = getattr(node, "axes", {}) if isinstance(node, eqx.Module) else {}
+        mine = _declared(node) if isinstance(node, eqx.Module) and not isinstance(node, Activation) else {}
         for key, child in children:
             if child is not node:
-                visit(child, ".".join(filter(None, (prefix, path_string(key)))), mine)
+                path = ".".join(filter(None, (prefix, path_string(key))))
+                visit(child, path, mine, stacked or isinstance(node, Stack))
 
-    visit(tree, "", {})
+    visit(tree, "", {}, False)
     return found
+
+
+def _declared(module: eqx.Module) -> Mapping[str, str]:
+    declared, name = getattr(module, "axes", {}), type(module).__name__
+    if not isinstance(declared, Mapping):
+        raise ValueError(
+            f"{name}.axes must be a dictionary from fields to logical axes, such as {{'weight': 'mlp embed'}}, not "
+            f"{declared!r}"
+        )
+    for field, axes in declared.items():
+        if not hasattr(module, field):
+            raise ValueError(f"{name}.axes names {field!r}, which {name} doesn't have")
+        parse(axes)
+    return declared
 
 
 def _is_array(leaf: Any) -> bool:
@@ -217,11 +233,16 @@ def shard(model: T, mesh: Mesh | Layout, rules: Rules | None = None) -> T:
     equal parts. Warns with a `ShardingWarning` of arrays that no layer declares axes for (they are whole on every
     device) and of rules of one's own that reach no array and no activation.
     """
+    if isinstance(mesh.mesh if isinstance(mesh, Layout) else mesh, AbstractMesh):
+        raise ValueError(
+            "a mesh without devices can be looked at (zoo.shards), but nothing can lie on it: for abstract arrays make "
+            "one of fake devices, jax.config.update('jax_num_cpu_devices', 128) before JAX is used"
+        )
     plan = shards(model, mesh, rules)
     if plan.undeclared:
         names = ", ".join(map(repr, plan.undeclared[:3])) + (" ..." if len(plan.undeclared) > 3 else "")
         warnings.warn(
-            f"{len(plan.undeclared)} arrays have no logical axes and will be whole on every device: {names}; declare "
+            f"without logical axes, and so whole on every device: {names} ({len(plan.undeclared)} in all); declare "
             "them in the `axes` of their module",
             ShardingWarning,
             stacklevel=2,
@@ -232,8 +253,6 @@ def shard(model: T, mesh: Mesh | Layout, rules: Rules | None = None) -> T:
 
 
 def _warn_of_idle(plan: Shards, model: PyTree) -> None:
-    from ..policies.activation import annotations
-
     reached = {name for row in plan.rows for name in _names(row.axes)}
     reached |= {name for row in annotations(model) for name in _names(row.activation.axes)}
     idle = [name for name in plan.layout.table if name not in reached]
@@ -246,8 +265,6 @@ def _warn_of_idle(plan: Shards, model: PyTree) -> None:
 
 
 def _names(axes: str | None) -> set[str]:
-    from ..policies.axes import parse
-
     return set() if axes is None else {name for dim in parse(axes) for name in dim.names}
 
 

@@ -195,9 +195,11 @@ class Step:
         cuts = 1 if place is None else place.size(place.axes("batch"))
         if rows % (parts * cuts):
             over = f" over mesh axes {', '.join(map(repr, place.axes('batch')))}" if cuts > 1 else ""
+            micro = f"{parts} micro-batches" if parts > 1 else ""
+            pieces = " of ".join(filter(None, (micro, f"{cuts} equal parts" if cuts > 1 or not micro else "")))
             raise ValueError(
-                f"a batch of {rows} rows can't be cut into {parts} micro-batches of {cuts} equal parts{over}: give a "
-                f"multiple of {parts * cuts}, filled up with rows of padding if need be (zoo.pad_batch)"
+                f"a batch of {rows} rows can't be cut into {pieces}{over}: give a multiple of {parts * cuts}, "
+                "filled up with rows of padding if need be (zoo.pad_batch)"
             )
         if place is not None and length % place.size(place.axes("sequence")):
             raise ValueError(

@@ -279,7 +279,7 @@ class TestErrors:
         [
             ({"state_memory": {"optimiser.*": "host"}}, "'optimiser.*' matches nothing in the state; it has optimizer"),
             ({"state_memory": {"params.*": "recompute"}}, "on the 'device' or on the 'host', not 'recompute'"),
-            ({"state_memory": {"params.*": "pinned_host"}}, "say 'host'"),
+            ({"state_memory": {"params.*": "pinned_host"}}, "on the 'host', not 'pinned_host'"),
             ({"accumulate": 0}, "accumulate must be a whole number of micro-batches, 1 or more, got 0"),
             ({"accumulate": 3}, "16 rows can't be cut into 3 micro-batches"),
             ({"rules": {"batch": "data"}}, "give mesh too"),
@@ -306,7 +306,7 @@ class TestErrors:
 
     def test_batches(self, make_mesh):
         batch = random_batch(0, 12)
-        with pytest.raises(ValueError, match="12 rows can't be cut into 1 micro-batches of 8 equal parts.*pad_batch"):
+        with pytest.raises(ValueError, match="12 rows can't be cut into 8 equal parts.*pad_batch"):
             run("llama", mesh=make_mesh("data=8"), batch=batch)
         with pytest.raises(ValueError, match="rows of 72 tokens can't be cut into 5 equal parts .*'sequence'"):
             run("llama", mesh=make_mesh("sequence=5"))
@@ -316,14 +316,44 @@ class TestErrors:
     def test_a_state_elsewhere(self, make_mesh):
         state, _, _ = alone("llama")
         step = zoo.make_train_step(random_model("llama"), recorder(), mesh=make_mesh("data=8"))
-        with pytest.raises(ValueError, match="lies on 1 devices and not over the mesh of 8"):
+        with pytest.raises(ValueError, match=r"lies on 1 device\(s\), and the step's mesh is data=8"):
+            step(state, random_batch())
+        state = zoo.init_state(random_model("llama"), recorder(), key=jax.random.key(0), mesh=make_mesh("fsdp=8"))
+        with pytest.raises(ValueError, match="lies on a mesh of fsdp=8, and the step's mesh is data=8"):
             step(state, random_batch())
 
     def test_what_no_rule_reaches(self, make_mesh):
         class Odd(eqx.Module):
             weight: jax.Array
 
-        with pytest.warns(zoo.ShardingWarning, match="1 arrays have no logical axes .*'weight'"):
+        with pytest.warns(zoo.ShardingWarning, match="without logical axes.*'weight'"):
             zoo.shard(Odd(jnp.ones(8)), make_mesh("data=8"))
         with pytest.warns(zoo.ShardingWarning, match="reach no array and no activation of Llama: 'experts'"):
             zoo.shard(random_model("llama"), make_mesh("data=8"), {"batch": "data", "experts": "data"})
+
+    @pytest.mark.parametrize(
+        ("axes", "message"),
+        [
+            ({"weigth": "mlp embed"}, "Odd.axes names 'weigth', which Odd doesn't have"),
+            (("mlp", "embed"), "Odd.axes must be a dictionary from fields to logical axes"),
+            ({"weight": "mlp embd"}, "logical axis 'embd' in 'mlp embd' is not one of batch, "),
+            ({"weight": "embed"}, "'weight' has 2 dimensions, its axes 'embed' are 1"),
+        ],
+    )
+    def test_declarations(self, axes, message, make_mesh):
+        declared = axes
+
+        class Odd(eqx.Module):
+            weight: jax.Array
+            axes = declared
+
+        with pytest.raises(ValueError, match=message):
+            zoo.shard(Odd(jnp.ones((8, 8))), make_mesh("data=8"))
+
+    def test_activations(self, make_mesh):
+        with pytest.raises(ValueError, match="logical axis 'foo' in 'batch foo'"):
+            policies.Activation("x", axes="batch foo")
+        with policies.axes.use(zoo.layout(make_mesh("data=8"))), pytest.raises(
+            ValueError, match="activation 'x' has 1 dimensions, its axes 'batch embed' are 2"
+        ):
+            policies.Activation("x", axes="batch embed")(jnp.ones(8))

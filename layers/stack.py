@@ -205,7 +205,8 @@ def recut(leaves: Sequence[Any], cuts: list[int]) -> list[Any]:
     """
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
-        return [jax.ShapeDtypeStruct((high - low, *first.shape[1:]), first.dtype) for low, high in pairwise(cuts)]
+        shapes = [(high - low, *first.shape[1:]) for low, high in pairwise(cuts)]
+        return [jax.ShapeDtypeStruct(shape, first.dtype, sharding=first.sharding) for shape in shapes]
     if isinstance(first, np.ndarray):
         return np.split(np.concatenate(leaves), cuts[1:-1])
     if isinstance(first, jax.core.Tracer):

@@ -90,6 +90,8 @@ def prepare(options: Options) -> "Run":
     held_out = PackedDataset(validation, options.sequence_length, vocab_size=config.vocab_size, padded=True)
     check_mesh(skeleton, options, place)
     check_memory(skeleton, options, place)
+    memory = parse_state_memory(options.state_memory)
+    init_state(skeleton, adamw(options.learning_rate), key=jax.random.key(0), state_memory=memory)
     metadata = None
     if options.resume is not None:
         metadata = resumable(options, dataset)

@@ -273,6 +273,14 @@ def test_sharded_and_abstract_states_are_alike(make_mesh):
     assert "all-to-all" in step.lower(abstract, batch).compile().as_text()
 
 
+def test_resegmented_abstract_states_lie_where_they_lay(make_mesh):
+    model = zoo.abstract(zoo.from_config(QWEN3), mesh=make_mesh("fsdp=2,tensor=2"))
+    state = zoo.init_state(model, zoo.adamw(1e-3), key=jax.random.key(0), state_memory={"optimizer.*": "host"})
+    for tree, again in ((model, zoo.resegment(model, (1,))), (state, zoo.resegment(state, (1,), model=model))):
+        kinds = {(x.sharding.memory_kind, len(x.sharding.device_set)) for x in jax.tree.leaves(tree)}
+        assert {(x.sharding.memory_kind, len(x.sharding.device_set)) for x in jax.tree.leaves(again)} == kinds
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -219,26 +219,31 @@ def shards(model: PyTree, mesh: Mesh | AbstractMesh | Layout, rules: Rules | Non
     return Shards(rows, place)
 
 
-def shard(model: T, mesh: Mesh | Layout, rules: Rules | None = None) -> T:
-    """`model` over a mesh: each array cut as its logical axes and the rules say.
+def shard(tree: T, mesh: Mesh | Layout, rules: Rules | None = None, *, model: PyTree = None) -> T:
+    """A model or a training state over a mesh: each array cut as its logical axes and the rules say.
 
-    An abstract model gets abstract arrays with shardings, so that a step for any number of devices can be lowered.
+    Abstract trees get abstract arrays with shardings, so that a step for any number of devices can be lowered.
 
     **Arguments:**
 
-    - `model`: any PyTree of layers; concrete arrays are copied to where they belong.
+    - `tree`: any PyTree of layers; or, when `model` is given, one that holds arrays in dictionaries by their path in
+        it, such as a `TrainState`: these lie like the model's, and all others are whole on every device. Concrete
+        arrays are copied to where they belong; memory kinds stay.
     - `mesh`, `rules`: as for `layout`.
+    - `model`: the model, concrete or abstract, that the state `tree` goes with.
 
     Raises ValueError before anything is placed, naming array, dimension and mesh axis, where one can't be cut into
-    equal parts. Warns with a `ShardingWarning` of arrays that no layer declares axes for (they are whole on every
-    device) and of rules of one's own that reach no array and no activation.
+    equal parts, and for a state without its model. Warns with a `ShardingWarning` of arrays that no layer declares
+    axes for (they are whole on every device) and of rules of one's own that reach no array and no activation.
     """
     if isinstance(mesh.mesh if isinstance(mesh, Layout) else mesh, AbstractMesh):
         raise ValueError(
             "a mesh without devices can be looked at (zoo.shards), but nothing can lie on it: for abstract arrays make "
             "one of fake devices, jax.config.update('jax_num_cpu_devices', 128) before JAX is used"
         )
-    plan = shards(model, mesh, rules)
+    if model is None and hasattr(tree, "opt_state"):
+        raise ValueError("a training state is cut like the model that it goes with: shard(state, mesh, model=model)")
+    plan = shards(tree if model is None else model, mesh, rules)
     if plan.undeclared:
         names = ", ".join(map(repr, plan.undeclared[:3])) + (" ..." if len(plan.undeclared) > 3 else "")
         warnings.warn(
@@ -248,8 +253,22 @@ def shard(model: T, mesh: Mesh | Layout, rules: Rules | None = None) -> T:
             stacklevel=2,
         )
     if rules is not None:
-        _warn_of_idle(plan, model)
-    return place_by_path(model, {row.path: plan[row.path] for row in plan.rows})
+        _warn_of_idle(plan, tree if model is None else model)
+    rows = {row.path: row for row in plan.rows}
+    whole = NamedSharding(plan.layout.mesh, PartitionSpec())
+
+    def move(path: tuple, leaf: Any) -> Any:
+        if not _is_array(leaf):
+            return leaf
+        keys = [path_string(path)] if model is None else [getattr(entry, "key", None) for entry in path]
+        like = next((key for key in keys if key in rows and rows[key].shape == leaf.shape), None)
+        target = whole if like is None else plan[like]
+        target = target.with_memory_kind(_memory_kind(leaf, target))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+        return jax.device_put(leaf, target)
+
+    return jax.tree_util.tree_map_with_path(move, tree)
 
 
 def _warn_of_idle(plan: Shards, model: PyTree) -> None:
@@ -266,20 +285,6 @@ def _warn_of_idle(plan: Shards, model: PyTree) -> None:
 
 def _names(axes: str | None) -> set[str]:
     return set() if axes is None else {name for dim in parse(axes) for name in dim.names}
-
-
-def place_by_path(tree: T, shardings: Mapping[str, NamedSharding]) -> T:
-    """`tree` with each array at its sharding; abstract ones say it."""
-
-    def move(path: tuple, leaf: Any) -> Any:
-        if not _is_array(leaf):
-            return leaf
-        target = shardings[path_string(path)].with_memory_kind(_memory_kind(leaf, shardings[path_string(path)]))
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
-        return jax.device_put(leaf, target)
-
-    return jax.tree_util.tree_map_with_path(move, tree)
 
 
 def _memory_kind(leaf: Any, sharding: NamedSharding) -> str | None:

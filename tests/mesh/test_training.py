@@ -279,6 +279,20 @@ def test_sharded_and_abstract_states_are_alike(make_mesh):
     assert "all-to-all" in step.lower(abstract, batch).compile().as_text()
 
 
+def test_a_state_is_moved_over_a_mesh(make_mesh):
+    """As it would have been made there, memory kinds included, and good to go on with."""
+    mesh, model, optimizer = make_mesh("fsdp=2,tensor=2"), random_model("llama"), zoo.adamw(1e-3)
+    options = {"key": jax.random.key(0), "state_memory": {"optimizer.*": "host"}}
+    state = zoo.init_state(model, optimizer, **options)
+    moved, wanted = zoo.shard(state, mesh, model=model), zoo.init_state(model, optimizer, mesh=mesh, **options)
+    for leaf, other in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding == other.sharding
+    _, metrics = zoo.make_train_step(model, optimizer, mesh=mesh)(moved, random_batch())
+    assert far(metrics.loss, alone("llama")[1][0].loss) < 1e-6
+    with pytest.raises(ValueError, match=r"cut like the model that it goes with: shard\(state, mesh, model=model\)"):
+        zoo.shard(state, mesh)
+
+
 def test_resegmented_abstract_states_lie_where_they_lay(make_mesh):
     model = zoo.abstract(zoo.from_config(QWEN3), mesh=make_mesh("fsdp=2,tensor=2"))
     state = zoo.init_state(model, zoo.adamw(1e-3), key=jax.random.key(0), state_memory={"optimizer.*": "host"})

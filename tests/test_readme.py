@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from overspill import policies
+from overspill.zoo.sharding import PRESETS
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -24,12 +25,13 @@ def test_example_runs(example, tmp_path):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
     assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 18
 
 
 def test_every_preset_is_in_the_table():
-    assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE) == list(policies.presets())
+    named = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+    assert named == [*policies.presets(), *PRESETS]
 
 
 def test_make_has_the_two_commands():

@@ -254,7 +254,7 @@ def test_evaluation_counts_every_row_once(make_mesh):
     """21 rows in batches of 8 over 8 devices: the last batch is three rows of padding short."""
     rows = 21
     batch = random_batch(1, rows)
-    state, _, step = alone("llama")
+    state, _, step = run("llama")
     whole = step.evaluate(state, [batch])
     pieces = [zoo.Batch(*(x[i : i + 8] for x in batch)) for i in range(0, rows, 8)]
     pieces[-1] = zoo.pad_batch(pieces[-1], 8)

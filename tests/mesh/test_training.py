@@ -45,7 +45,7 @@ def random_model(family, **options):
     model = zoo.build(zoo.from_config(CONFIGS[family]), key=jax.random.key(3), **options)
     leaves, treedef = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(4), len(leaves))
-    noise = (0.1 * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True))
+    noise = (0.05 * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True))
     return jax.tree.unflatten(treedef, [x + n for x, n in zip(leaves, noise, strict=True)])
 
 
@@ -92,8 +92,11 @@ def far(a, b):
     return np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
 
 
-def assert_same(found, wanted, tolerance=1e-6):
-    """Loss, expert loads, gradients and router biases; experts must have been chosen alike first of all."""
+def assert_same(found, wanted, tolerance=2e-6):
+    """Loss, expert loads, gradients and router biases; experts must have been chosen alike first of all.
+
+    Both sides round: the worst leaf differed by 9.6e-7 where this was measured, and other processors sum otherwise.
+    """
     (state, metrics, _), (state0, metrics0, _) = found, wanted
     for name, load in metrics0[0].expert_load.items():
         np.testing.assert_array_equal(metrics[0].expert_load[name], load)

@@ -21,7 +21,7 @@ from overspill.policies.report import format_bytes  # noqa: E402
 from overspill.zoo.collectives import find_collectives  # noqa: E402
 
 BATCH, SEQUENCE, RUNS = 16, 256, 5
-MESHES = ("data=8", "fsdp=8", "expert=8", "sequence=8", "tensor=4", "fsdp=2,expert=2,tensor=2")
+MESHES = ("data=8", "fsdp=8", "expert=8", "sequence=8", "tensor=2", "fsdp=2,expert=2,tensor=2")
 
 
 def mesh_of(text):

@@ -130,11 +130,12 @@ class Program:
         """The arguments, committed: over the mesh, where there is one; what isn't yet goes where scalars are."""
         scalar = replicated(state.step.sharding) if settled(state.step) else None
         if self._layout is not None:
-            check_mesh(state, self._layout)
             batch = jax.tree.map(lambda x: over_mesh(x, self._layout), batch)
         return commit(state, scalar), commit(batch, scalar)
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
+        if self._layout is not None:
+            check_mesh(state, self._layout)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
         rest = replicated(state.step.sharding)
         out = (shardings[0], rest) if self._donate else rest
@@ -157,9 +158,10 @@ class Program:
         leaves, treedef = jax.tree.flatten((state, batch))
         signature = (treedef, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         if signature not in self._compiled:
+            lowered = self.lower(state, batch)
             self._explain(state, batch)
             # Compiled ahead, so that what isn't this very program can't be compiled behind our back.
-            self._compiled[signature] = self.lower(state, batch).compile()
+            self._compiled[signature] = lowered.compile()
             self.compilations += 1
         return self._compiled[signature](state, batch)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..layers.embedding import check_tokens
 from ..layers.loss import IGNORED
-from ..policies.activation import path_string
+from ..policies.activation import Placement, path_string
 from ..policies.axes import Layout, use
 from ..policies.remat import checkpoint as apply_annotations
 from ..policies.spaces import typed
@@ -137,6 +137,7 @@ class Step:
         self._objective = objective
         self._optimizer = optimizer
         self._options = options
+        self._memory: dict[Any, dict[str, Placement]] = {}  # by the structure of states, since globs take their time
         self._program = Program("training step", self.raw, donate=True, layout=options.layout)
         self._evaluation = Program("evaluation", self._evaluate, donate=False, layout=options.layout)
 
@@ -179,7 +180,12 @@ class Step:
 
     def _settle(self, state: TrainState) -> TrainState:
         rules = self._options.state_memory
-        return settle(state, memory_of(state, rules)) if rules else state
+        if not rules:
+            return state
+        structure = jax.tree.structure(state)
+        if structure not in self._memory:
+            self._memory[structure] = memory_of(state, rules)
+        return settle(state, self._memory[structure])
 
     def _check(self, state: TrainState) -> None:
         for what, mine, theirs in (

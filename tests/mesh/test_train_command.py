@@ -10,15 +10,6 @@ from overspill.zoo.command import app
 TINY = ["--model", "overspill-llama-tiny", "--batch-size", "8", "--sequence-length", "32", "--sample", "4"]
 
 
-@pytest.fixture
-def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(6):
-        (folder / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox jumps over the lazy dog. " * 20)
-    return folder
-
-
 def train(text, out, *arguments):
     result = CliRunner().invoke(
         app, ["train", "--data", str(text), "--out", str(out), *TINY, *arguments], env={"COLUMNS": "200"}

@@ -21,16 +21,6 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
 
 
-@pytest.fixture
-def text(tmp_path):
-    """A folder of small documents."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(6):
-        (folder / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox jumps over the lazy dog. " * 20)
-    return folder
-
-
 def test_train_leaves_checkpoint_curve_and_sample(tmp_path, text):
     out = tmp_path / "new" / "run"
     result = invoke("train", "--data", text, "--out", out, "--steps", 3, "-p", "offload_latents", "-p", "*.mlp.*=host",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from ..policies import hlo
 from ..policies.axes import Layout
 from ..policies.report import Table, format_bytes
 
@@ -17,14 +18,6 @@ KINDS = (
     "ragged-all-to-all", "all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-broadcast",
     "collective-permute",
 )  # fmt: skip
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*)? ?\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
-_CALLED = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=(?:\{([^}]*)\}|%?([\w.\-]+))")
-_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_NUMBER = re.compile(r" s(?:32|64)\[\](?:\{\S*\})? constant\((\d+)\)")
-_COUNTER = re.compile(r" s(?:32|64)\[\](?:\{\S*\})? get-tuple-element\(.*\bindex=(\d+)")
-_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 
 Group = tuple[int, ...]
 
@@ -42,13 +35,6 @@ class Collective(NamedTuple):
     source: str  # the operation in JAX that it comes from, as far as the compiler remembers
 
 
-class _Instruction(NamedTuple):
-    name: str
-    shape: str
-    operation: str
-    line: str
-
-
 def find_collectives(compiled: Any, mesh: Mesh | AbstractMesh | Layout | None = None) -> "Collectives":
     """The collectives of a compiled program.
 
@@ -61,32 +47,23 @@ def find_collectives(compiled: Any, mesh: Mesh | AbstractMesh | Layout | None = 
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     mesh = mesh.mesh if isinstance(mesh, Layout) else mesh
-    entry, computations = _read(text)
+    program = hlo.parse(text)
     axes_of = _Axes(mesh)
     found: list[Collective] = []
-
-    def visit(name: str, runs: int, known: bool, fusion: _Instruction | None = None) -> None:
-        for one in computations.get(name, ()):
+    for visit in program.visits():
+        for one in program.computations.get(visit.name, ()):
             kind = next((k for k in KINDS if one.operation in (k, f"{k}-start")), None)
-            if kind is not None:
-                axes, size = axes_of(kind, one.line)
-                result = _result(one, kind)
-                if fusion is not None and name.startswith("all-reduce-scatter"):
+            if kind is None:
+                continue
+            axes, size = axes_of(kind, one.line)
+            result = _result(one, kind)
+            if visit.caller is not None and visit.caller.operation == "fusion":
+                if visit.name.startswith("all-reduce-scatter"):
                     # How a TPU's program writes a reduce-scatter: a fusion of a sum and a slice of it.
-                    kind, result = "reduce-scatter", fusion.shape
-                shapes = _shapes(result)
-                source = _OP_NAME.search(one.line)
-                found.append(Collective(kind, axes, shapes, sum(_bytes(*s) for s in shapes), runs, known, size,
-                                        source[1] if source else ""))  # fmt: skip
-            elif one.operation == "while":
-                turns = _turns(one, computations[name], computations)
-                body = _called(one.line)["body"][0]
-                visit(body, runs * (1 if turns is None else turns), known and turns is not None)
-            elif not one.operation.endswith(("-done", "-update")):  # what these wait for is counted where it starts
-                for inner in itertools.chain(*_called(one.line).values()):
-                    visit(inner, runs, known, one if one.operation == "fusion" else None)
-
-    visit(entry, 1, True)
+                    kind, result = "reduce-scatter", visit.caller.shape
+            shapes = _shapes(result)
+            found.append(Collective(kind, axes, shapes, sum(_bytes(*s) for s in shapes), visit.runs, visit.known, size,
+                                    one.op_name))  # fmt: skip
     return Collectives(found, mesh)
 
 
@@ -176,101 +153,22 @@ def _text(axes: tuple[str, ...] | None, part: Collectives) -> str:
     return "*".join(axes) or "one device"
 
 
-def _read(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
-    """The entry computation's name, and each computation's instructions that do or call something of interest."""
-    entry, name, computations = "", "", {}
-    for line in text.splitlines():
-        if line[:1] not in (" ", "\t", "}", ""):
-            header = _COMPUTATION.match(line)
-            if header and not line.startswith("HloModule"):
-                name = header[2]
-                computations[name] = []
-                entry = name if header[1] else entry
-        elif name and (found := _INSTRUCTION.match(line)):
-            rest = line[found.end() :]
-            end = _closing(rest) if rest.startswith("(") else rest.find(" ")
-            operation = rest[end:].lstrip().partition("(")[0]
-            computations[name].append(_Instruction(found[1], rest[:end], operation, line))
-    if not entry:
-        raise ValueError("this is no text of a compiled program: it has no ENTRY computation")
-    return entry, computations
-
-
-def _closing(text: str) -> int:
-    """How long the part of `text` is that its first bracket holds."""
-    depth = 0
-    for i, character in enumerate(text):
-        depth += (character in "({[") - (character in ")}]")
-        if not depth:
-            return i + 1
-    return len(text)
-
-
-def _result(one: _Instruction, kind: str) -> str:
+def _result(one: hlo.Instruction, kind: str) -> str:
     """The part of a shape that is the result: what an operation that only starts gives holds its operand too."""
     if one.operation == kind or not one.shape.startswith("("):
         return one.shape
-    parts = _elements(one.shape)
+    parts = hlo.elements(one.shape)
     if kind == "all-reduce" and not parts[0].startswith("("):
         return one.shape  # of several arrays at once
     return parts[1]
 
 
-def _elements(text: str) -> list[str]:
-    """What is between the commas of a text in brackets, brackets inside it left whole."""
-    inner, parts, start, depth = re.sub(r"/\*.*?\*/", "", text[1:-1]), [], 0, 0
-    for i, character in enumerate(inner):
-        depth += (character in "({[") - (character in ")}]")
-        if character == "," and not depth:
-            parts.append(inner[start:i].strip())
-            start = i + 1
-    return [*parts, inner[start:].strip()]
-
-
 def _shapes(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _SHAPE.findall(text))
+    return tuple((leaf.dtype, leaf.shape) for _, leaf in hlo.arrays(text))
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    bits = re.match(r"[a-z]+(\d+)", dtype)
-    width = 8 if dtype == "pred" else int(bits[1]) if bits else 0
-    return math.ceil(math.prod(shape) * width / 8)
-
-
-def _called(line: str) -> dict[str, list[str]]:
-    """The computations that an instruction calls, by what it calls them for."""
-    found: dict[str, list[str]] = {}
-    for role, several, one in _CALLED.findall(line):
-        found.setdefault(role, []).extend(n.strip().lstrip("%") for n in (several or one).split(","))
-    return found
-
-
-def _turns(loop: _Instruction, around: list[_Instruction], computations: Mapping[str, Any]) -> int | None:
-    """How often a loop's body runs: what the compiler found, or the bound of a loop that counts by ones as scans do."""
-    known = _TRIPS.search(loop.line)
-    if known:
-        return int(known[1])
-    condition = computations.get(_called(loop.line)["condition"][0], [])
-    inner = [one for outer in condition for name in _called(outer.line).get("calls", ()) for one in computations[name]]
-    both = [*condition, *inner]
-    bounds = [int(found[1]) for one in both if (found := _NUMBER.search(one.line))]
-    counters = [int(found[1]) for one in condition if (found := _COUNTER.search(one.line))]
-    if len(bounds) != 1 or len(counters) != 1 or not any("direction=LT" in one.line for one in both):
-        return None
-    # Where it begins: a number, perhaps copied, in the tuple that the loop is given.
-    by_name = {one.name: one for one in around}
-    given = by_name.get(_operands(loop)[0])
-    here = None if given is None or given.operation != "tuple" else by_name.get(_operands(given)[counters[0]])
-    while here is not None and here.operation in ("copy", "bitcast"):
-        here = by_name.get(_operands(here)[0])
-    begin = None if here is None else _NUMBER.search(here.line)
-    return None if begin is None else max(bounds[0] - int(begin[1]), 0)
-
-
-def _operands(one: _Instruction) -> list[str]:
-    """The names of what an instruction is given."""
-    rest = one.line.partition(f" {one.operation}(")[2]
-    return [part.split()[-1].lstrip("%") for part in _elements(f"({rest[: _closing(f'({rest}') - 2]})") if part]
+    return math.ceil(math.prod(shape) * hlo.bits(dtype) / 8)
 
 
 class _Axes:

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..layers.moe import MoE
@@ -57,7 +57,7 @@ def build(
     segments: Sequence[int] = (),
     scan: bool = True,
     placements: Mapping[str, Any] | str | None = None,
-    mesh: Mesh | Layout | None = None,
+    mesh: Mesh | AbstractMesh | Layout | None = None,
     rules: Rules | None = None,
 ) -> Any:
     """A model with fresh weights.
@@ -82,6 +82,7 @@ def build(
     key = jax.random.key(0) if key is None else key
     if mesh is not None or rules is not None:
         options = {"dtype": dtype, "segments": segments, "scan": scan, "placements": placements}
+        check_devices(mesh)
         return _draw(make, key, abstract(name_or_config, **options, mesh=mesh, rules=rules))
     # Not compiled whole, which would hold many draws in float32 at once.
     model = make(key)
@@ -95,7 +96,7 @@ def abstract(
     segments: Sequence[int] = (),
     scan: bool = True,
     placements: Mapping[str, Any] | str | None = None,
-    mesh: Mesh | Layout | None = None,
+    mesh: Mesh | AbstractMesh | Layout | None = None,
     rules: Rules | None = None,
 ) -> Any:
     """The model that `build` would make, with `jax.ShapeDtypeStruct`s for arrays: no memory, whatever its size.
@@ -110,13 +111,19 @@ def abstract(
     return over(model, mesh, rules)
 
 
-def over(model: T, mesh: Mesh | Layout | None, rules: Rules | None) -> T:
+def over(model: T, mesh: Mesh | AbstractMesh | Layout | None, rules: Rules | None) -> T:
     """`model` cut over `mesh` by `shard`, or as it is without one. Raises ValueError for rules without a mesh."""
     if mesh is not None:
         return shard(model, mesh, rules)
     if rules is not None:
         raise ValueError("rules say how a model is cut over a mesh: they need mesh=")
     return model
+
+
+def check_devices(mesh: Mesh | AbstractMesh | Layout | None) -> None:
+    """Raises ValueError for a mesh without devices, on which no weights can lie."""
+    if isinstance(mesh.mesh if isinstance(mesh, Layout) else mesh, AbstractMesh):
+        raise ValueError("no weights can lie on a mesh without devices: zoo.abstract makes a model without weights")
 
 
 def _draw(make: Callable[..., T], key: PRNGKeyArray, skeleton: T) -> T:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from ..policies.activation import path_string
@@ -19,8 +19,12 @@ class RecompilationWarning(UserWarning):
     """A step had to be compiled again, because something about its arguments changed."""
 
 
-def compute_memory(device: Any) -> str | None:
-    """The memory that a device computes in; None for a GPU that is only described, to compile for."""
+def compute_memory(place: Sharding | Mesh | AbstractMesh) -> str | None:
+    """The memory that devices compute in; None for GPUs that are only described, to compile for."""
+    mesh = place if isinstance(place, (Mesh, AbstractMesh)) else getattr(place, "mesh", None)
+    if isinstance(mesh, AbstractMesh):
+        return "device"
+    device = next(iter(place.device_set)) if mesh is None else mesh.devices.flat[0]
     try:
         return device.default_memory().kind
     except jax.errors.JaxRuntimeError:
@@ -32,12 +36,13 @@ def default_sharding() -> Sharding:
     device = jax.config.jax_default_device or jax.devices()[0]
     if isinstance(device, str):
         device = jax.devices(device)[0]
-    return SingleDeviceSharding(device, memory_kind=compute_memory(device))
+    sharding = SingleDeviceSharding(device)
+    return sharding.with_memory_kind(compute_memory(sharding))
 
 
 def replicated(sharding: Sharding) -> Sharding:
     """Where a scalar goes beside an array that lies at `sharding`: in the own memory of all of its devices."""
-    kind = compute_memory(next(iter(sharding.device_set)))
+    kind = compute_memory(sharding)
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind)
     return sharding.with_memory_kind(kind)
@@ -51,7 +56,7 @@ def settled(leaf: Any) -> bool:
     committed = leaf.committed if isinstance(leaf, jax.Array) else True
     if sharding is None or not committed:
         return False
-    return sharding.memory_kind is not None or compute_memory(next(iter(sharding.device_set))) is None
+    return sharding.memory_kind is not None or compute_memory(sharding) is None
 
 
 def commit(tree: PyTree, sharding: Sharding | None = None) -> PyTree:
@@ -79,8 +84,8 @@ def over_mesh(x: Any, layout: Layout) -> Any:
     if isinstance(x, jax.core.Tracer):
         return x
     axes = "batch sequence" if x.shape[0] > 1 else "_ sequence"
-    sharding = layout.sharding(axes, device_kind(layout))
-    if isinstance(x, jax.ShapeDtypeStruct):
+    sharding = layout.sharding(axes, compute_memory(layout.mesh))
+    if isinstance(x, jax.ShapeDtypeStruct) or isinstance(layout.mesh, AbstractMesh):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if isinstance(x, np.ndarray):
         # Each process makes the parts of its own devices.
@@ -88,26 +93,28 @@ def over_mesh(x: Any, layout: Layout) -> Any:
     return jax.device_put(x, sharding)
 
 
-def device_kind(layout: Layout) -> str | None:
-    """The memory that the mesh's devices compute in."""
-    return compute_memory(layout.mesh.devices.flat[0])
-
-
 def check_mesh(state: PyTree, layout: Layout) -> None:
     """Raises ValueError, naming an array, unless `state` lies over the devices of `layout`."""
-    wanted = set(layout.mesh.devices.flat)
+    wanted = _devices(layout.mesh)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(leaf, jax.core.Tracer) or sharding is None:
             continue
         mesh = getattr(sharding, "mesh", None)
-        if sharding.device_set == wanted and (mesh is None or mesh.shape == layout.mesh.shape):
+        lies = sharding.device_set if mesh is None else _devices(mesh)
+        if lies == wanted and (mesh is None or mesh.shape == layout.mesh.shape):
             continue
-        where = f"a mesh of {_sizes(mesh)}" if mesh is not None else f"{len(sharding.device_set)} device(s)"
+        where = f"a mesh of {_sizes(mesh)}" if mesh is not None else f"{len(lies)} device(s)"
+        if lies and not wanted:
+            where += " that are there"
         raise ValueError(
             f"{path_string(path)!r} of the state lies on {where}, and the step's mesh is {_sizes(layout.mesh)}: make "
             "the state with the same mesh, init_state(model, optimizer, mesh=mesh, ...)"
         )
+
+
+def _devices(mesh: Mesh | AbstractMesh) -> set[Any]:
+    return set() if isinstance(mesh, AbstractMesh) else set(mesh.devices.flat)
 
 
 def _sizes(mesh: Any) -> str:
@@ -133,7 +140,10 @@ class Program:
             batch = jax.tree.map(lambda x: over_mesh(x, self._layout), batch)
         return commit(state, scalar), commit(batch, scalar)
 
-    def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
+    def lower(self, state: PyTree, batch: PyTree, platform: str | None = None) -> jax.stages.Lowered:
+        """The program for these arguments, and for another platform than theirs if one is given."""
+        if platform is None and self._layout is not None and isinstance(self._layout.mesh, AbstractMesh):
+            raise ValueError(f"a {self.name} over a mesh without devices is lowered for a platform: platform='cuda'")
         if self._layout is not None:
             check_mesh(state, self._layout)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
@@ -146,14 +156,21 @@ class Program:
 
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=out, donate_argnums=donated)
         with self._mesh():
-            return jitted.lower(state, batch)
+            return jitted.trace(state, batch).lower(lowering_platforms=None if platform is None else (platform,))
 
     def _mesh(self) -> Any:
         """Explicit axes want their mesh to be set; Auto ones don't care."""
-        explicit = self._layout is not None and AxisType.Explicit in self._layout.mesh.axis_types
-        return jax.set_mesh(self._layout.mesh) if explicit else contextlib.nullcontext()
+        if self._layout is None or AxisType.Explicit not in self._layout.mesh.axis_types:
+            return contextlib.nullcontext()
+        mesh = self._layout.mesh
+        return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
 
     def __call__(self, state: PyTree, batch: PyTree) -> Any:
+        if self._layout is not None and isinstance(self._layout.mesh, AbstractMesh):
+            raise ValueError(
+                f"a {self.name} over a mesh without devices can't run; it can be compiled for hardware that isn't "
+                "there: policies.compile_ahead(step, state, batch, target=...)"
+            )
         state, batch = self.settle(state, batch)
         leaves, treedef = jax.tree.flatten((state, batch))
         signature = (treedef, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))

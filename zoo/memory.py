@@ -45,14 +45,9 @@ def memory_of(state: Any, rules: StateMemory) -> dict[str, Placement]:
     return found
 
 
-def device_kind(sharding: Sharding) -> str | None:
-    """The memory that the devices of `sharding` compute in."""
-    return compute_memory(next(iter(sharding.device_set)))
-
-
 def with_memory(sharding: Sharding, place: Placement) -> Sharding:
     """`sharding` in device or host memory."""
-    return sharding.with_memory_kind(_KINDS[place] or device_kind(sharding))
+    return sharding.with_memory_kind(_KINDS[place] or compute_memory(sharding))
 
 
 def settle(state: T, memory: Mapping[str, Placement]) -> T:

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ..policies.activation import path_string
 from ..policies.axes import Layout
 from ..policies.report import format_bytes
-from .building import abstract, over
+from .building import abstract, check_devices, over
 from .config import Config
 from .exporting import check_arrays, outputs
 from .hf_config import from_config, to_hf
@@ -55,7 +55,7 @@ def load(
     scan: bool = True,
     config: Any = None,
     revision: str | None = None,
-    mesh: Mesh | Layout | None = None,
+    mesh: Mesh | AbstractMesh | Layout | None = None,
     rules: Rules | None = None,
 ) -> Any:
     """The model in a folder of `config.json` and safetensors files, as Hugging Face's libraries write them.
@@ -87,6 +87,7 @@ def load(
     start = time.perf_counter()
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"a model is loaded from a folder or by a name on the Hub, not from a {type(source).__name__}")
+    check_devices(mesh)
     folder = fetch(source, revision=revision)
     _check_dtype(dtype)
     said = read_optional(folder, "config.json")

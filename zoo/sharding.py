@@ -219,10 +219,11 @@ def shards(model: PyTree, mesh: Mesh | AbstractMesh | Layout, rules: Rules | Non
     return Shards(rows, place)
 
 
-def shard(tree: T, mesh: Mesh | Layout, rules: Rules | None = None, *, model: PyTree = None) -> T:
+def shard(tree: T, mesh: Mesh | AbstractMesh | Layout, rules: Rules | None = None, *, model: PyTree = None) -> T:
     """A model or a training state over a mesh: each array cut as its logical axes and the rules say.
 
-    Abstract trees get abstract arrays with shardings, so that a step for any number of devices can be lowered.
+    Abstract trees get abstract arrays with shardings, so that a step for any number of devices can be lowered: over a
+    mesh without devices (`jax.sharding.AbstractMesh`) too, on which only abstract arrays can lie.
 
     **Arguments:**
 
@@ -236,11 +237,6 @@ def shard(tree: T, mesh: Mesh | Layout, rules: Rules | None = None, *, model: Py
     equal parts, and for a state without its model. Warns with a `ShardingWarning` of arrays that no layer declares
     axes for (they are whole on every device) and of rules of one's own that reach no array and no activation.
     """
-    if isinstance(mesh.mesh if isinstance(mesh, Layout) else mesh, AbstractMesh):
-        raise ValueError(
-            "a mesh without devices can be looked at (zoo.shards), but nothing can lie on it: for abstract arrays make "
-            "one of fake devices, jax.config.update('jax_num_cpu_devices', 128) before JAX is used"
-        )
     if model is None and hasattr(tree, "opt_state"):
         raise ValueError("a training state is cut like the model that it goes with: shard(state, mesh, model=model)")
     plan = shards(tree if model is None else model, mesh, rules)
@@ -266,6 +262,11 @@ def shard(tree: T, mesh: Mesh | Layout, rules: Rules | None = None, *, model: Py
         target = target.with_memory_kind(_memory_kind(leaf, target))
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+        if isinstance(target.mesh, AbstractMesh):
+            raise ValueError(
+                f"{path_string(path)!r} is an array, and nothing can lie on a mesh without devices but abstract ones: "
+                "take zoo.abstract(...) for the model, or a mesh of devices"
+            )
         return jax.device_put(leaf, target)
 
     return jax.tree_util.tree_map_with_path(move, tree)
@@ -289,4 +290,4 @@ def _names(axes: str | None) -> set[str]:
 
 def _memory_kind(leaf: Any, sharding: NamedSharding) -> str | None:
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-    return kind or compute_memory(sharding.mesh.devices.flat[0])
+    return kind or compute_memory(sharding)

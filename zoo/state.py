@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..policies.activation import Placement
@@ -50,7 +50,7 @@ def init_state(
     key: PRNGKeyArray,
     master_dtype: Any = None,
     sharding: Sharding | None = None,
-    mesh: Mesh | Layout | None = None,
+    mesh: Mesh | AbstractMesh | Layout | None = None,
     rules: Rules | None = None,
     state_memory: StateMemory | None = None,
 ) -> TrainState:

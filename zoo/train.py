@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ..layers.embedding import check_tokens
@@ -55,7 +55,7 @@ def make_train_step(
     compute_dtype: Any = None,
     max_bad_steps: int = 10,
     accumulate: int = 1,
-    mesh: Mesh | Layout | None = None,
+    mesh: Mesh | AbstractMesh | Layout | None = None,
     rules: Rules | None = None,
     state_memory: StateMemory | None = None,
 ) -> "Step":
@@ -166,11 +166,14 @@ class Step:
         self._check_batch(batch, self._objective.accumulate)
         return self._program(self._settle(state), batch)
 
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        """The step lowered for concrete or abstract arguments, for the devices that their shardings name."""
+    def lower(self, state: TrainState, batch: Batch, *, platform: str | None = None) -> jax.stages.Lowered:
+        """The step lowered for concrete or abstract arguments, for the devices that their shardings name.
+
+        `platform` ("cuda", "tpu") lowers for devices of another kind, as many of them: then a mesh needs no devices.
+        """
         self._check(state)
         self._check_batch(batch, self._objective.accumulate)
-        return self._program.lower(*self._program.settle(self._settle(state), batch))
+        return self._program.lower(*self._program.settle(self._settle(state), batch), platform)
 
     def trace(self, state: TrainState, batch: Batch) -> Any:
         """The step's jaxpr."""

@@ -4,9 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .accelerators import Target as Target, targets as targets
     from .activation import Activation as Activation, Placement as Placement, named as named
+    from .ahead import Ahead as Ahead, CompileError as CompileError, compile_ahead as compile_ahead
     from .counted import Census as Census
+    from .flags import Flags as Flags, xla_flags as xla_flags
     from .placing import place as place, presets as presets
+    from .proof import OffloadNotApplied as OffloadNotApplied, Proof as Proof, examine as examine, prove as prove
     from .remat import checkpoint as checkpoint, policy as policy
     from .residuals import (
         PlacementNotApplied as PlacementNotApplied,
@@ -29,6 +33,17 @@ _ROOMS = {
     "activations": "residuals",
     "census": "residuals",
     "check": "residuals",
+    "OffloadNotApplied": "proof",
+    "Proof": "proof",
+    "examine": "proof",
+    "prove": "proof",
+    "Ahead": "ahead",
+    "CompileError": "ahead",
+    "compile_ahead": "ahead",
+    "Target": "accelerators",
+    "targets": "accelerators",
+    "Flags": "flags",
+    "xla_flags": "flags",
 }
 
 __all__ = list(_ROOMS)

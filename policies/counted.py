@@ -23,8 +23,8 @@ class Entry:
     """One line of a census: values of one kind that the backward pass keeps.
 
     `shape` is that of one layer; `bytes` counts all `layers`, and `shard_bytes` what of them one device of a mesh
-    holds: the same without a mesh. `label` is an activation's path, an
-    argument's path, or, for other values, the operation and the line of code that made them.
+    holds: the same without a mesh. `arrays` is how many arrays that is, all layers of a scan being one. `label` is
+    an activation's path, an argument's path, or, for other values, the operation and the line of code that made them.
     """
 
     kind: Kind
@@ -35,6 +35,7 @@ class Entry:
     bytes: int
     memory: Placement
     shard_bytes: int
+    arrays: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Census:
       `"not needed"` (the backward pass doesn't use it), `"same value as NAME"` or `"never tagged"`.
     - `annotations`: the annotated activations, by their path.
     - `raw`: activations whose unnamed original is kept beside them.
+    - `again_offloaded`: activations that only the backward pass, computing them again, moves to the host.
+    - `sizes`: bytes on one device of what each name stands on, in all layers, kept or not, as far as it is known.
     - `devices`: of the mesh that the program is cut over; 1 without one.
 
     Bytes are those of all devices together, unless they are asked for `each=True`: then of one of them. Values
@@ -57,6 +60,8 @@ class Census:
     annotations: dict[str, Placement]
     raw: tuple[str, ...] = ()
     devices: int = 1
+    again_offloaded: tuple[str, ...] = ()
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def bytes(self, *kinds: Kind | str, memory: Placement | str | None = None, each: bool = False) -> int:
         """Bytes kept, of the given kinds (named and unnamed values if none is given) and memory (any).

@@ -97,6 +97,34 @@ def names_in(jaxpr: Any) -> set[str]:
     return found
 
 
+def offloaded_in(jaxpr: Any) -> set[str]:
+    """The names whose values a jaxpr moves to host memory, at any depth."""
+    named, found = {}, set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            named[eqn.outvars[0]] = eqn.params["name"]
+        elif eqn.primitive.name == "device_put" and not hasattr(eqn.invars[0], "val") and eqn.invars[0] in named:
+            if getattr(eqn.outvars[0].aval, "memory_space", None) == jax.memory.Space.Host:
+                found.add(named[eqn.invars[0]])
+        for sub in subjaxprs(eqn):
+            found |= offloaded_in(sub)
+    return found
+
+
+def named_bytes(jaxpr: Any) -> dict[str, int]:
+    """The bytes that each name of a jaxpr stands on, at any depth and in all steps of its loops."""
+    sizes: dict[str, int] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            size = Value(eqn.outvars[0].aval).bytes
+            sizes[eqn.params["name"]] = sizes.get(eqn.params["name"], 0) + size
+        times = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
+        for sub in subjaxprs(eqn):
+            for name, size in named_bytes(sub).items():
+                sizes[name] = sizes.get(name, 0) + times * size
+    return sizes
+
+
 def is_transposed(eqn: Any) -> bool:
     """Whether an eqn belongs to a backward pass: JAX writes the transformation into its name stack."""
     return "transpose(" in str(eqn.source_info.name_stack)
@@ -122,8 +150,12 @@ class Program:
 
     def __init__(self, closed: Any, arguments: list[str | None], shardings: Sequence[Any] = ()):
         self.named: list[Value] = []  # every value that a name stands on, forward
+        self.tagged: list[tuple[Value, int]] = []  # the same, and how often loops around it make it
+        self.again_bytes: dict[str, int] = {}  # of what the backward pass tags, computing it again
+        self._times = 1
         self.forward_names: set[str] = set()
         self.backward_names: set[str] = set()
+        self.again_offloaded: set[str] = set()  # names whose value the backward pass itself moves to the host
         self._kept: dict[int, Value] = {}
         inputs = [
             Value(v.aval, argument=label, backward=label is None, placed=placed)
@@ -155,6 +187,9 @@ class Program:
     def _backward(self, eqn: Any, values: list[Value]) -> list[Value]:
         for sub in subjaxprs(eqn):
             self.backward_names |= names_in(sub)
+            self.again_offloaded |= offloaded_in(sub)
+            for name, size in named_bytes(sub).items():
+                self.again_bytes[name] = max(size, self.again_bytes.get(name, 0))
         if eqn.primitive.name == "name":
             self.backward_names.add(eqn.params["name"])
         for value in values:
@@ -184,6 +219,7 @@ class Program:
         if primitive == "name":
             (self.backward_names if after else self.forward_names).add(eqn.params["name"])
             self.named.extend(outputs)
+            self.tagged += [(output, self._times) for output in outputs]
         return outputs
 
     @staticmethod
@@ -210,7 +246,9 @@ class Program:
                 piece.body = value  # the whole that this is a slice of
                 inner.append(piece)
         consts = [Value(v.aval, constant=True) for v in body.constvars]
+        before, self._times = self._times, self._times * length
         outs = self._run(body, consts, inner, transposed=False)
+        self._times = before
         results = []
         for index, (var, out) in enumerate(zip(eqn.outvars, outs, strict=True)):
             stacked = index >= num_carry

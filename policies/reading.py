@@ -42,17 +42,29 @@ class Reader:
             kind, label = self._classify(value, raw)
             memory = Placement.HOST if value.on_host else Placement.DEVICE
             key = (kind, label, shape, str(value.aval.dtype), memory)
-            counts = merged.setdefault(key, [0, 0, 0])
+            counts = merged.setdefault(key, [0, 0, 0, 0])
             counts[0] += layers
             counts[1] += value.bytes
             counts[2] += self.partition.bytes(value)
+            counts[3] += 1
         entries = tuple(
-            Entry(kind, label, shape, dtype, layers, size, memory, shard)
-            for (kind, label, shape, dtype, memory), (layers, size, shard) in merged.items()
+            Entry(kind, label, shape, dtype, layers, size, memory, shard, arrays)
+            for (kind, label, shape, dtype, memory), (layers, size, shard, arrays) in merged.items()
         )
         annotated = {row.path: row.placement for row in self.rows}
         statuses = self._statuses(entries, [*annotated, *sorted(self._tagged() - set(annotated))])
-        return Census(entries, statuses, annotated, tuple(dict.fromkeys(raw)), self.partition.devices)
+        again = tuple(sorted(self.program.again_offloaded))
+        devices = self.partition.devices
+        return Census(entries, statuses, annotated, tuple(dict.fromkeys(raw)), devices, again, self._sizes())
+
+    def _sizes(self) -> dict[str, int]:
+        """What each tagged value weighs on one device."""
+        sizes: dict[str, int] = collections.defaultdict(int)
+        for value, times in self.program.tagged:
+            sizes[value.name] += times * self.partition.bytes(value)
+        if self.partition.devices == 1:  # of what only the backward pass makes no cut is known
+            sizes |= {name: size for name, size in self.program.again_bytes.items() if name not in sizes}
+        return dict(sizes)
 
     def _tagged(self) -> set[str]:
         return self.program.forward_names | self.program.backward_names

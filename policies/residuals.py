@@ -1,20 +1,17 @@
 """The census: what a backward pass really keeps from its forward pass, read from the jaxpr."""
 
-from collections.abc import Callable
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .activation import Annotation, Placement, annotations, named, path_string
+from .activation import Placement, annotations
+from .calls import prepare
 from .counted import Census, array_text
-from .jaxprs import Program, has_backward
 from .reading import Reader
-from .remat import Checkpointed
 from .report import Table, format_bytes
-from .spaces import typed
 
 
 class PlacementNotApplied(ValueError):
@@ -46,9 +43,6 @@ def activations(tree: PyTree, census: Census | None = None) -> Table:
     return Table(columns, rows, title="Activations", paths=True)
 
 
-
-
-
 def census(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Census:
     """What the backward pass of `function(*args, **kwargs)` keeps. Only traces: nothing is computed.
 
@@ -65,9 +59,8 @@ def census(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Census
 
     Raises TypeError if nothing can be differentiated.
     """
-    function, args, kwargs, rows = _name_arguments(function, args, kwargs)
-    program = _trace(function, args, kwargs)
-    return Reader(program, rows).census()
+    call = prepare(function, args, kwargs)
+    return Reader(call.trace(), call.rows).census()
 
 
 def check(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Census:
@@ -78,116 +71,87 @@ def check(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Census:
     named copy. Names that the backward pass doesn't use, and second names of one value, are no fault.
     """
     found = census(function, *args, **kwargs)
-    if not found.annotations:
-        raise PlacementNotApplied(
-            "no Activation is in reach: pass the annotated module as an argument of the function"
-        )
-    for path, placement in found.annotations.items():
-        _check_one(path, placement, found)
-    for path in found.raw:
-        raise PlacementNotApplied(
-            f"{path!r} is named, but the value before it got its name is kept as well: rebind first "
-            "(`x = self.block_input(x)`) and use only the result"
-        )
+    for fault in faults(found):
+        raise PlacementNotApplied(str(fault))
     return found
 
 
-def _check_one(path: str, placement: Placement, found: Census) -> None:
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """An activation that doesn't wait where it is annotated to, and probably why.
+
+    `expected` and `found` are bytes of all layers on one device, where they should be and where they shouldn't; None
+    where that can't be told.
+    """
+
+    path: str | None
+    what: str
+    cause: str
+    expected: int | None = None
+    found: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.cause}"
+
+
+def faults(found: Census) -> Iterator[Fault]:
+    """What in a census contradicts the annotations."""
+    if not found.annotations:
+        yield Fault(None, "no Activation is in reach", "pass the annotated module as an argument of the function")
+    for path, placement in found.annotations.items():
+        if (fault := _fault(path, placement, found)) is not None:
+            yield fault
+    for path in found.raw:
+        kept = [e for e in found.entries if e.label == f"raw {path}"]
+        yield Fault(
+            path,
+            f"{path!r} is named, but the value before it got its name is kept as well",
+            "rebind first (`x = self.block_input(x)`) and use only the result",
+            expected=0,
+            found=sum(e.shard_bytes for e in kept) or None,
+        )
+
+
+def _fault(path: str, placement: Placement, found: Census) -> Fault | None:
     status = found.statuses[path]
     if status == "never tagged":
-        raise PlacementNotApplied(
-            f"{path!r} is annotated {placement.value!r}, but the program never tags a value with it: "
+        return Fault(
+            path,
+            f"{path!r} is annotated {placement.value!r}, but the program never tags a value with it",
             "the layer must call the Activation on the value it stands for, and use what that returns"
+            + _misspelt(path, found),
+            found=0,
         )
     if status == "not needed" or status.startswith("same value"):
-        return
-    actual = {e.memory.value for e in found.of(path)} or {status.replace("recomputed", "recompute")}
-    if actual != {placement.value}:
-        tagged = [p for p, s in found.statuses.items() if p in found.annotations and s != "never tagged"]
-        applied = any(found.statuses[p] in ("host", "recomputed") for p in tagged)
-        cause = (
-            "another name or the code around it decides where this value waits"
-            if applied
-            else "no policy is applied: run the module through policies.checkpoint"
+        return None
+    kept = found.of(path)
+    actual = {e.memory.value for e in kept} or {status.replace("recomputed", "recompute")}
+    if actual == {placement.value}:
+        return None
+    return Fault(
+        path,
+        f"{path!r} is annotated {placement.value!r} but waits as {' and '.join(sorted(actual))!r}",
+        _why(path, actual, found),
+        expected=0 if placement is Placement.RECOMPUTE else found.sizes.get(path),
+        found=sum(e.shard_bytes for e in kept if e.memory == placement or placement is Placement.RECOMPUTE),
+    )
+
+
+def _why(path: str, actual: set[str], found: Census) -> str:
+    if path in found.again_offloaded:
+        return (
+            "a jax.checkpoint around policies.checkpoint recomputes it, and moves it only then: of checkpoints inside "
+            "each other the outer one decides, so apply one"
         )
-        raise PlacementNotApplied(
-            f"{path!r} is annotated {placement.value!r} but waits as {' and '.join(sorted(actual))!r}; {cause}"
-        )
+    tagged = [p for p, s in found.statuses.items() if p in found.annotations and s != "never tagged"]
+    if actual != {"recompute"} and not any(found.statuses[p] in ("host", "recomputed") for p in tagged):
+        return "no policy is applied: run the module through policies.checkpoint"
+    return "another name or the code around it decides where this value waits" + _misspelt(path, found)
 
 
-def _name_arguments(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict, list[Annotation]]:
-    """The call with every Activation in it named by its path, and the annotations by those names."""
-    if hasattr(function, "raw") and hasattr(function, "annotated"):  # a training step of the zoo's
-        return function.raw, args, kwargs, annotations(named(function.annotated))
-    while annotations(getattr(function, "__wrapped__", None)):
-        function = function.__wrapped__  # a module under eqx.filter_jit: traced, it is all the same
-    # A module wrapped by `checkpoint` is named from itself, not from its wrapper.
-    wrapped = isinstance(function, Checkpointed)
-    parts: dict[Any, Any] = {("function",): function.module if wrapped else function}
-    parts |= {("argument", i): arg for i, arg in enumerate(args)}
-    parts |= {("keyword", name): arg for name, arg in kwargs.items()}
-    holding = [key for key, part in parts.items() if annotations(part)]
-    if len(holding) <= 1:
-        new = parts | {key: named(parts[key]) for key in holding}
-    else:
-        # Several arguments with the same paths: where they stand tells them apart.
-        together = named({str(key[-1]): parts[key] for key in holding})
-        new = parts | {key: together[str(key[-1])] for key in holding}
-    rows = [Annotation(node.path or path, node) for key in holding for path, node in annotations(new[key])]
-    module = new["function",]
-    function = Checkpointed(module, function.prevent_cse) if wrapped else module
-    args = tuple(new["argument", i] for i in range(len(args)))
-    return function, args, {name: new["keyword", name] for name in kwargs}, rows
-
-
-def _is_array(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _trace(function: Any, args: tuple, kwargs: dict) -> Program:
-    arrays, static = eqx.partition((function, args, kwargs), _is_array)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(arrays)
-    leaves = [leaf for _, leaf in flat]
-    labels: list[str | None] = [_label(path) for path, _ in flat]
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-
-    def call(leaves: list[Any]) -> list[Any]:
-        leaves = [typed(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-        function, args, kwargs = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
-        return [x for x in jax.tree.leaves(function(*args, **kwargs)) if eqx.is_array(x)]
-
-    plain = jax.make_jaxpr(call)(leaves)
-    if has_backward(plain.jaxpr):
-        return Program(plain, labels, shardings)
-    inexact = [_is_inexact(leaf) for leaf in leaves]
-    outputs = [v.aval for v in plain.jaxpr.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    if not any(inexact) or not outputs:
-        raise TypeError(
-            "a census needs a function from floating-point arrays to floating-point arrays: "
-            f"this one takes {sum(inexact)} and returns {len(outputs)}"
-        )
-
-    def both(leaves: list[Any], cotangents: list[Any]) -> Any:
-        def of_inexact(moving: list[Any]) -> list[Any]:
-            parts = iter(moving)
-            out = call([next(parts) if is_float else leaf for is_float, leaf in zip(inexact, leaves, strict=True)])
-            return [x for x in out if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-        out, pullback = jax.vjp(of_inexact, [leaf for leaf, is_float in zip(leaves, inexact, strict=True) if is_float])
-        return out, pullback(cotangents)
-
-    # Traced anew: with equal closures JAX may answer from its cache of `plain`, which is as good.
-    closed = jax.make_jaxpr(both)(leaves, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs])
-    return Program(closed, labels + [None] * len(outputs), shardings)
-
-
-def _label(path: tuple) -> str:
-    """An argument's leaf as text: the position or keyword it came by, then its path in that argument."""
-    part, *rest = path
-    inner = path_string(tuple(rest))
-    # The function's own leaves read like the activations beside them; `checkpoint`'s wrapper isn't part of it.
-    return inner.removeprefix("module.") if getattr(part, "idx", None) == 0 else inner
+def _misspelt(path: str, found: Census) -> str:
+    """A hint at a name that the program tags and no Activation declares, if it reads like this one."""
+    others = [name for name in found.statuses if name not in found.annotations]
+    ends = {name.rpartition(".")[2]: name for name in others}
+    near = difflib.get_close_matches(path.rpartition(".")[2], ends, n=1, cutoff=0.6)
+    return f"; the program tags {ends[near[0]]!r}, which no Activation declares: is that this one?" if near else ""

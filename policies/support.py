@@ -15,18 +15,36 @@ def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
+class OffloadUnsupported(RuntimeError):
+    """JAX would do something else with what should be offloaded; `names` are the activations."""
+
+    def __init__(self, message: str, names: list[str]):
+        super().__init__(message)
+        self.names = names
+
+
 def check_support(names: list[str]) -> None:
-    """Raises RuntimeError, or warns once, when activations placed on the host wouldn't get there.
+    """Raises OffloadUnsupported, or warns once, when activations placed on the host wouldn't get there.
 
     `names` are the activations that are to wait in host memory; the message names the first of them.
     """
     if getattr(jax.config, _REMAT3_FLAG, False) and _version() < _REMAT3_OFFLOADS_FROM:
-        raise RuntimeError(
+        raise OffloadUnsupported(
             f"JAX {jax.__version__} with {_REMAT3_FLAG} on recomputes what should be offloaded "
             f"({names[0]!r} and {len(names) - 1} more): turn the flag off with "
-            f"jax.config.update({_REMAT3_FLAG!r}, False), or use JAX 0.11.1 or newer"
+            f"jax.config.update({_REMAT3_FLAG!r}, False), or use JAX 0.11.1 or newer",
+            names,
         )
     _warn_without_host_memory(jax.default_backend())
+
+
+def check_readable() -> None:
+    """Raises RuntimeError when JAX writes programs in a form that a census can't read."""
+    if getattr(jax.config, _REMAT3_FLAG, False) and _version() >= _REMAT3_OFFLOADS_FROM:
+        raise RuntimeError(
+            f"a census can't read what {_REMAT3_FLAG} makes of jax.checkpoint: it is off by default, so look at the "
+            f"program without it, jax.config.update({_REMAT3_FLAG!r}, False)"
+        )
 
 
 def memory_kinds(device: Any) -> frozenset[str]:

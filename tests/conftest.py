@@ -3,6 +3,8 @@
 import os
 
 _FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# All of them run on CPUs, of which there can be as many as a test wants.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What the environment says comes last, and wins.
 os.environ["XLA_FLAGS"] = f"{_FAST_TO_COMPILE} {os.environ.get('XLA_FLAGS', '')}".strip()
 
@@ -21,3 +23,36 @@ def text(tmp_path):
     for i in range(6):
         (folder / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox jumps over the lazy dog. " * 20)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Compilations of the tests are kept apart from the user's."""
+    before = os.environ.get("OVERSPILL_CACHE")
+    os.environ["OVERSPILL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    os.environ.pop("OVERSPILL_CACHE")
+    if before is not None:
+        os.environ["OVERSPILL_CACHE"] = before
+
+
+def _target(name, platform):
+    from overspill.policies.ahead import require_compiler
+
+    try:
+        require_compiler(platform)
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    return name
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """A GPU to compile for; skips where its compiler isn't installed."""
+    return _target("h200", "cuda")
+
+
+@pytest.fixture(scope="session")
+def tpu():
+    """A TPU to compile for; skips where its compiler isn't installed."""
+    return _target("tpu-v5p", "tpu")

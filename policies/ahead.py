@@ -1,0 +1,313 @@
+"""Compiling a training step for a GPU or TPU that isn't there, and what its compiler says of it."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .accelerators import Target, target as find_target
+from .calls import is_step, prepare
+from .evidence import Evidence
+from .flags import Flags, xla_flags
+from .report import Table, format_bytes
+
+_PLUGINS = {"cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "tpu": ("libtpu",)}
+_EXTRAS = {"cuda": "gpu-compile", "tpu": "tpu-compile"}
+# What XLA leaves of a device's memory to itself, where nothing says otherwise.
+_FRACTION = {"cuda": 0.75, "tpu": 1.0}
+
+
+class CompileError(RuntimeError):
+    """A program couldn't be compiled for a target; the message has the compiler's reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What the compiler of a target says of a program. Bytes are those of one device.
+
+    - `platform`: `"cuda"` or `"tpu"`.
+    - `device`, `host`: bytes by kind in device memory and in host memory for it: `"argument"` (state and batch),
+      `"output"`, `"alias"` (outputs that take the place of donated arguments), `"temp"` (scratch, kept activations
+      among it) and `"code"`.
+    - `capacity`: bytes of device memory that a program can have on the target.
+    - `error`: what the compiler said instead of compiling, for a TPU whose memory the program doesn't fit.
+    - `evidence`: the host buffers, transfers and inserted recomputation of the compiled program.
+    - `flops`: as XLA counts them, each loop's body once; None where it doesn't (GPUs).
+    - `compile_seconds`, `lower_seconds`, `compiler_memory`: what compiling took, in seconds and bytes of memory.
+    - `flags`: the environment variables that the compiler was given.
+    - `cached`: whether an earlier compilation of the same program was taken.
+    """
+
+    target: str
+    platform: str
+    description: str
+    devices: int
+    jax: str
+    device: dict[str, int]
+    host: dict[str, int]
+    capacity: int
+    error: str | None
+    evidence: Evidence
+    flops: float | None
+    compile_seconds: float
+    lower_seconds: float
+    compiler_memory: int
+    flags: dict[str, str]
+    cached: bool = False
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the program needs in device memory: arguments, scratch, and results beside them."""
+        return _needed(self.device)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that the program needs in host memory for one device."""
+        return _needed(self.host)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the program has room in device memory: XLA's compiler for GPUs never refuses one."""
+        return self.error is None and self.device_bytes <= self.capacity
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        out = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        out["evidence"] = self.evidence.as_json()
+        return out | {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes, "fits": self.fits}
+
+    def table(self) -> Table:
+        """Bytes by kind, and whether they fit."""
+        rows = [(kind, format_bytes(self.device[kind]), format_bytes(self.host[kind])) for kind in self.device]
+        rows.append(("needed", format_bytes(self.device_bytes), format_bytes(self.host_bytes)))
+        fits = f"a program can have {format_bytes(self.capacity)}: this one {'fits' if self.fits else 'does not fit'}"
+        footer = f"{fits}; compiled in {self.compile_seconds:.0f} s with JAX {self.jax}"
+        if self.error:
+            footer += f"\n{self.error}"
+        title = f"One of {self.devices:,} x {self.description}"
+        return Table(("bytes", "device", "host"), rows, title=title, footer=footer)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def compile_ahead(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    target: str | Target,
+    flags: Flags | Mapping[str, str] | None = None,
+    cache: bool = True,
+    text: str | os.PathLike | None = None,
+    **kwargs: Any,
+) -> Ahead:
+    """The call `function(*args, **kwargs)`, compiled for `target`, which needn't be there.
+
+    XLA's own compiler for the target runs in another process, so that neither its environment nor its end touches
+    this one. It needs packages, no hardware: `pip install 'overspill[gpu-compile]'` for GPUs, `[tpu-compile]` for
+    TPUs.
+
+    **Arguments:**
+
+    - `function`: a training step, made with `mesh=` for as many devices as wanted (`jax.sharding.AbstractMesh` has
+        any number); or a loss or a layer, which is compiled with the backward pass of all its floating-point arrays.
+    - `args`, `kwargs`: its arguments, concrete or abstract: only shapes, dtypes, shardings and memory kinds count.
+    - `target`: a name of `policies.targets()`, such as `"gb200"` or `"tpu-v5p:8x8x8"`.
+    - `flags`: what the compiler's environment is: by default `policies.xla_flags(target)` and beside them what
+        `XLA_FLAGS` and `LIBTPU_INIT_ARGS` say here; a mapping of environment variables is taken as it is.
+    - `cache`: whether to take the result of an earlier compilation of the same program for the same target by the
+        same versions with the same flags. They are kept in `OVERSPILL_CACHE`, or else in the user's cache folder.
+    - `text`: a file to write the compiled program to, as HLO text.
+
+    Raises ModuleNotFoundError with what to install when the target's compiler is missing; ValueError for an unknown
+    target, for a target that doesn't come in so many devices, and for arguments that don't fit the function;
+    CompileError when the compiler fails for another reason than too little memory, which is no error.
+    """
+    place = find_target(target)
+    plugin = require_compiler(place.platform)
+    start = time.perf_counter()
+    module = _lower(function, args, kwargs, place.platform).compiler_ir("stablehlo")
+    lower_seconds = time.perf_counter() - start
+    devices = int(module.operation.attributes["mhlo.num_partitions"])
+    if flags is None:
+        flags = xla_flags(place)
+    variables = dict(flags.environment() if isinstance(flags, Flags) else flags)
+    if place.platform == "cuda":
+        # Nothing can be timed on a GPU that isn't there, and trying takes longer; memory is the same.
+        variables["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {variables.get('XLA_FLAGS', '')}".strip()
+    request = {"platform": place.platform, "devices": devices, "topology": place.topology_arguments(devices)}
+    program = mlir.module_to_bytecode(module)
+    identity = [_without_places(module), request, variables, plugin, jax.__version__]
+    kept = _cache_file(json.dumps(identity, sort_keys=True)) if cache else None
+    found = None if text is not None else _read(kept)
+    if found is None:
+        found = _compile(program, request, variables, place, text)
+        _write(kept, found)
+        cached = False
+    else:
+        cached = True
+    fraction = float(variables.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _FRACTION[place.platform]))
+    return Ahead(
+        target=place.name,
+        platform=place.platform,
+        description=place.description,
+        devices=devices,
+        jax=jax.__version__,
+        device=found["device"],
+        host=found["host"],
+        capacity=int(place.device_bytes * fraction),
+        error=found["error"],
+        evidence=Evidence.from_json(found["evidence"]),
+        flops=found["flops"],
+        compile_seconds=found["compile_seconds"],
+        lower_seconds=lower_seconds,
+        compiler_memory=found["compiler_memory"],
+        flags=variables,
+        cached=cached,
+    )
+
+
+def require_compiler(platform: str) -> str:
+    """The package, with its version, that compiles for `platform`.
+
+    Raises ModuleNotFoundError when there is none, and when it is another version than jaxlib, saying what to install.
+    """
+    extra = f"pip install 'overspill[{_EXTRAS[platform]}]'"
+    for name in _PLUGINS[platform]:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        jaxlib = importlib.metadata.version("jaxlib")
+        if platform == "cuda" and version != jaxlib:
+            raise ModuleNotFoundError(
+                f"{name} {version} can't compile for jaxlib {jaxlib}: pip install {name}=={jaxlib}"
+            )
+        return f"{name} {version}"
+    what = {"cuda": "GPUs", "tpu": "TPUs"}[platform]
+    raise ModuleNotFoundError(f"compiling for {what} needs their compiler, a package that needs no hardware: {extra}")
+
+
+def _needed(sizes: Mapping[str, int]) -> int:
+    return sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"]
+
+
+def _lower(function: Any, args: tuple, kwargs: dict, platform: str) -> jax.stages.Lowered:
+    if is_step(function):
+        return function.lower(*args, **kwargs, platform=platform)
+    call = prepare(function, args, kwargs)
+    mesh = next((s.mesh for s in call.shardings if isinstance(s, NamedSharding)), None)
+    pairs = zip(call.inputs, call.shardings, strict=True)
+    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_beside(mesh, sharding)) for x, sharding in pairs]
+    return jax.jit(call.function).trace(inputs).lower(lowering_platforms=(platform,))
+
+
+def _beside(mesh: Any, sharding: Any) -> Any:
+    """Where an array on one device lies beside others that are cut over a mesh: whole on every device."""
+    if mesh is None or isinstance(sharding, NamedSharding | None):
+        return sharding
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+
+
+def _without_places(module: Any) -> str:
+    """The program's digest, whatever files and lines it comes from."""
+    return hashlib.sha256(module.operation.get_asm(enable_debug_info=False).encode()).hexdigest()
+
+
+def _compile(
+    program: bytes, request: dict[str, Any], variables: Mapping[str, str], place: Target, text: str | os.PathLike | None
+) -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")} | dict(variables)
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        # Two processes would wait for one lock, and the cloud's metadata for an answer.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        # The same packages as here, wherever this interpreter has them from.
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    with tempfile.TemporaryDirectory(prefix="overspill-") as folder:
+        room = pathlib.Path(folder)
+        (room / "program").write_bytes(program)
+        (room / "request.json").write_text(json.dumps(request))
+        command = [sys.executable, "-m", "overspill.policies.ahead_compiler", folder]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, errors="replace")
+        answer = room / "answer.json"
+        if done.returncode or not answer.exists():
+            raise CompileError(f"compiling for {place.description} failed: {_reason(done)}")
+        found = json.loads(answer.read_text())
+        if found.get("missing"):
+            raise ModuleNotFoundError(found["missing"])
+        if text is not None:
+            pathlib.Path(text).write_bytes((room / "text").read_bytes() if (room / "text").exists() else b"")
+        return found
+
+
+def _reason(done: subprocess.CompletedProcess) -> str:
+    """The line in which a process that failed says why."""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode < 0:
+        # A failed check of XLA's: F, date, time, thread, file:line], message.
+        fatal = [line for line in lines if line.startswith("F") and "] " in line]
+        said = fatal[-1].split("] ", 1)[1] if fatal else (lines[-1] if lines else "it said nothing")
+        ended = f"the compiler was ended by signal {-done.returncode}"
+        return f"{ended}{' (killed: too little memory?)' if done.returncode == -9 else ''}: {said}"
+    return lines[-1] if lines else f"the compiler ended with {done.returncode} and said nothing"
+
+
+def _cache_file(identity: str) -> pathlib.Path | None:
+    """Where the result for a program is kept; None where there is no folder for it."""
+    rooms = ("ahead_compiler", "evidence", "hlo", "hlo_buffers", "hlo_moves")  # a new reader reads anew
+    code = [pathlib.Path(__file__).with_name(f"{room}.py").read_bytes() for room in rooms]
+    name = hashlib.sha256(identity.encode() + b"".join(code)).hexdigest()[:40]
+    if folder := os.environ.get("OVERSPILL_CACHE"):
+        return pathlib.Path(folder) / "ahead" / f"{name}.json"
+    try:
+        root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    except RuntimeError:  # no home
+        return None
+    return root / "overspill" / "ahead" / f"{name}.json"
+
+
+def _read(path: pathlib.Path | None) -> dict[str, Any] | None:
+    """A kept result; None where there is none, or a damaged one."""
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text())
+        Evidence.from_json(found["evidence"])
+        wanted = {"argument", "output", "alias", "temp", "code"}
+        whole = all(wanted <= found[memory].keys() for memory in ("device", "host"))
+        return found if whole and {"error", "flops", "compile_seconds", "compiler_memory"} <= found.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(path: pathlib.Path | None, found: dict[str, Any]) -> None:
+    """Keeps a result, whole or not at all. That it can't be kept is no reason to fail."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            json.dump(found, file)
+        os.replace(file.name, path)
+    except OSError:
+        return

@@ -1,0 +1,133 @@
+"""The process that compiles for hardware that isn't there: `python -m overspill.policies.ahead_compiler FOLDER`.
+
+Reads `request.json` and the StableHLO in `program`, and writes `answer.json` and the compiled program's `text` beside
+them. The environment is the caller's to set, since XLA reads its flags when it is loaded.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import resource
+import shutil
+import sys
+import time
+from typing import Any
+
+from .evidence import Evidence, read
+
+_KINDS = ("argument", "output", "alias", "temp")
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main(folder: str) -> None:
+    """Compiles what is in `folder`."""
+    room = pathlib.Path(folder)
+    request = json.loads((room / "request.json").read_text())
+    if request["platform"] == "cuda" and (missing := _find_ptxas()):
+        (room / "answer.json").write_text(json.dumps({"missing": missing}))
+        return
+    devices = _devices(request)
+    start = time.perf_counter()
+    answer: dict[str, Any] = {"error": None, "flops": None}
+    try:
+        executable = _compile((room / "program").read_bytes(), devices)
+    except Exception as error:
+        if (sizes := _refused(str(error))) is None:
+            raise
+        answer |= sizes | {"compile_seconds": time.perf_counter() - start}
+        text = ""
+    else:
+        answer["flops"] = _flops(executable)
+        text = "\n".join(module.to_string() for module in executable.hlo_modules())
+        answer["compile_seconds"] = time.perf_counter() - start
+        answer |= describe(executable.get_compiled_memory_stats(), text)
+    (room / "text").write_text(text)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    answer["compiler_memory"] = peak * (1 if sys.platform == "darwin" else 1024)
+    part = room / "answer.part"
+    part.write_text(json.dumps(answer))
+    part.rename(room / "answer.json")
+
+
+def describe(stats: Any, text: str) -> dict[str, Any]:
+    """The sizes of a compiled program on one device, by kind and memory, and the evidence in its text."""
+    device = {kind: getattr(stats, f"{kind}_size_in_bytes") for kind in _KINDS}
+    host = {kind: getattr(stats, f"host_{kind}_size_in_bytes") for kind in _KINDS}
+    device["code"], host["code"] = stats.generated_code_size_in_bytes, stats.host_generated_code_size_in_bytes
+    return {"device": device, "host": host, "evidence": read(text).as_json()}
+
+
+def _find_ptxas() -> str | None:
+    """Puts NVIDIA's assembler on the path, from a wheel if there is one; says what to install if there is none."""
+    if (found := importlib.util.find_spec("nvidia")) is not None:
+        roots = [pathlib.Path(root) for root in found.submodule_search_locations or ()]
+        folders = [str(path) for root in roots for path in (*root.glob("cu*/bin"), *root.glob("cuda_nvcc/bin"))]
+        os.environ["PATH"] = os.pathsep.join([*folders, os.environ.get("PATH", "")])
+    if shutil.which("ptxas"):
+        return None
+    return "compiling for GPUs needs ptxas, from CUDA's toolkit or a package: pip install 'overspill[gpu-compile]'"
+
+
+def _devices(request: dict[str, Any]) -> list[Any]:
+    """Devices of the target, described."""
+    from jax.experimental import topologies
+
+    if request["platform"] == "cuda":
+        _discover()
+    found = topologies.get_topology_desc(**request["topology"])
+    devices = list(found.devices)
+    if len(devices) != request["devices"]:
+        raise ValueError(f"the topology has {len(devices)} devices, and the program is for {request['devices']}")
+    return devices
+
+
+def _discover() -> None:
+    """Older versions of JAX load the plugins of platforms that they may not use only when told to."""
+    import jax._src.xla_bridge as bridge
+
+    getattr(bridge, "discover_pjrt_plugins", lambda: None)()
+
+
+def _compile(program: bytes, devices: list[Any]) -> Any:
+    import numpy as np
+    from jax.extend.backend import get_compile_options
+    from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+    from jaxlib import xla_client
+
+    with mlir.make_ir_context():
+        module = ir.Module.parse(program)
+    assignment = np.array([[device.id for device in devices]])
+    options = get_compile_options(num_replicas=1, num_partitions=len(devices), device_assignment=assignment)
+    options.executable_build_options.use_spmd_partitioning = True
+    options.executable_build_options.use_shardy_partitioner = True
+    return devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
+
+
+def _flops(executable: Any) -> float | None:
+    try:
+        found = executable.cost_analysis()
+    except Exception:  # not implemented for GPUs that aren't there
+        return None
+    found = found[0] if isinstance(found, list) else found
+    return None if not found or not math.isfinite(found.get("flops", math.nan)) else float(found["flops"])
+
+
+def _refused(message: str) -> dict[str, Any] | None:
+    """The sizes in a TPU compiler's refusal of a program that doesn't fit; None if that isn't what it says."""
+    line = next((line for line in message.splitlines() if "RESOURCE_EXHAUSTED" in line), "")
+    used = re.search(r"[Uu]sed ([\d.]+)([BKMGT]?) of|\(([\d.]+)([BKMGT]?)\)", line)
+    if "hbm" not in line.lower() or used is None:
+        return None
+    size, unit = (one or other for one, other in zip(used.groups()[:2], used.groups()[2:], strict=True))
+    none = dict.fromkeys((*_KINDS, "code"), 0)
+    nothing = Evidence((), (), (0, 0), (), 0, (), 0, 0).as_json()
+    device = none | {"temp": int(float(size) * _UNITS[unit])}
+    return {"evidence": nothing, "device": device, "host": none, "error": line.strip()}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -15,7 +15,7 @@ OUT ?= runs/$(shell date +%Y-%m-%d-%H%M%S)
 demo: $(VENV)/.installed-train
 	$(BIN)/overspill train --out $(OUT)
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(VENV)/.tried-gpu-compile
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/parity $(ARGS)
 
 parity: $(VENV)/.installed-parity
@@ -31,6 +31,11 @@ $(VENV)/.python:
 # An editable install follows the sources by itself; only the packaging asks for another one.
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.python
 	$(BIN)/python -m pip install -qq --editable '.[$*]'
+	@touch $@
+
+# Tests that compile for GPUs need a compiler for them, but no GPU; where it can't be had, they are skipped.
+$(VENV)/.tried-gpu-compile: $(VENV)/.installed-test
+	@$(BIN)/python -m pip install -qq --editable '.[gpu-compile]' || echo "no compiler for GPUs can be installed here: tests that need one are skipped"
 	@touch $@
 
 clean:

@@ -1,9 +1,6 @@
 """The proof that activations wait where they are annotated to: annotations, traced program and compiled program."""
 
-import collections
 import dataclasses
-import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,8 +12,9 @@ from .activation import Placement
 from .ahead import Ahead, compile_ahead
 from .ahead_compiler import describe
 from .calls import is_step, prepare
-from .counted import Census, Entry, Kind
+from .counted import Census, Kind
 from .evidence import Evidence, HostBuffer, Transfer
+from .matching import Matched, match
 from .report import Table, format_bytes
 from .residuals import Fault, PlacementNotApplied, census, faults
 from .support import OffloadUnsupported
@@ -43,24 +41,6 @@ class OffloadNotApplied(PlacementNotApplied):
         super().__init__(f"{fault.what}{sizes}: {fault.cause}{others}")
         self.path, self.expected, self.found = fault.path, fault.expected, fault.found
         self.cause, self.proof = fault.cause, proof
-
-
-@dataclasses.dataclass(frozen=True)
-class Matched:
-    """One activation that waits on the host, in the traced program and in the compiled one.
-
-    `planned` and `compiled` are bytes on one device, `compiled` with what fills up tiles; `out` and `back` are the
-    transfers that are its, or that it shares with activations of the same dtype and shape.
-    """
-
-    path: str
-    planned: int
-    compiled: int
-    buffers: int  # of the compiled program
-    away: int  # how much is computed while it is on the host: instructions between going out and coming back, the least
-    late: int  # how much is computed before it goes: instructions until then, the most
-    out: tuple[Transfer, ...]
-    back: tuple[Transfer, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +164,11 @@ def prove(function: Callable[..., Any], /, *args: Any, target: str | Target | No
     Raises OffloadNotApplied, naming the activation, the bytes expected and found and the probable cause, and whatever
     `compile_ahead` raises. `examine` gives the same proof with its faults instead.
     """
-    proof = examine(function, *args, target=target, **options)
+    compiling = _compiling(options)
+    found = _census(function, args, options)
+    proof = judge(found, None)
+    if not proof.faults:  # else there is no need to wait for a compiler
+        proof = judge(found, _compiled(function, args, target, compiling, options))
     if proof.faults:
         raise OffloadNotApplied(proof.faults[0], proof)
     return proof
@@ -195,16 +179,27 @@ def examine(function: Callable[..., Any], /, *args: Any, target: str | Target | 
 
     Raises OffloadNotApplied only where nothing can be traced, because JAX would recompute what should be offloaded.
     """
-    compiling = {name: options.pop(name) for name in ("flags", "cache", "text") if name in options}
+    compiling = _compiling(options)
+    found = _census(function, args, options)
+    return judge(found, _compiled(function, args, target, compiling, options))
+
+
+def _compiling(options: dict[str, Any]) -> dict[str, Any]:
+    """What of the options is for the compiler, taken out of them."""
+    return {name: options.pop(name) for name in ("flags", "cache", "text") if name in options}
+
+
+def _census(function: Any, args: tuple, options: dict[str, Any]) -> Census:
     try:
-        found = census(function, *args, **options)
+        return census(function, *args, **options)
     except OffloadUnsupported as error:
         raise OffloadNotApplied(Fault(error.names[0], f"{error.names[0]!r} can't be offloaded", str(error))) from None
-    if target is not None:
-        compiled = compile_ahead(function, *args, target=target, **compiling, **options)
-    else:
-        compiled = _compile_here(function, args, options)
-    return judge(found, compiled)
+
+
+def _compiled(function: Any, args: tuple, target: Any, compiling: dict, options: dict) -> Ahead | None:
+    if target is None:
+        return _compile_here(function, args, options)
+    return compile_ahead(function, *args, target=target, **compiling, **options)
 
 
 def judge(found: Census, compiled: Ahead | None) -> Proof:
@@ -215,7 +210,7 @@ def judge(found: Census, compiled: Ahead | None) -> Proof:
     if compiled is None or compiled.error is not None:
         matched = [Matched(e.label, e.shard_bytes, 0, 0, 0, 0, (), ()) for e in host]
     else:
-        matched, extra = _match(host, compiled.evidence)
+        matched, extra = match(host, compiled.evidence)
         wrong += _compiled_faults(matched, extra, compiled, {fault.path for fault in wrong})
     return Proof(found, compiled, tuple(matched), tuple(wrong))
 
@@ -244,7 +239,7 @@ def _compile_here(function: Any, args: tuple, kwargs: dict) -> Ahead | None:
         jax=jax.__version__,
         device=said["device"],
         host=said["host"],
-        capacity=int((device.memory_stats() or {}).get("bytes_limit", 0)),
+        capacity=_capacity(device),
         error=None,
         evidence=Evidence.from_json(said["evidence"]),
         flops=None,
@@ -253,6 +248,14 @@ def _compile_here(function: Any, args: tuple, kwargs: dict) -> Ahead | None:
         compiler_memory=0,
         flags={},
     )
+
+
+def _capacity(device: Any) -> int:
+    """Bytes of device memory that a program can have; 0 where the device, another process's say, doesn't tell."""
+    try:
+        return int((device.memory_stats() or {}).get("bytes_limit", 0))
+    except jax.errors.JaxRuntimeError:
+        return 0
 
 
 def _device_set(executable: Any) -> set[Any]:
@@ -267,70 +270,6 @@ def _device(args: tuple, kwargs: dict) -> Any:
         if sharding is not None and not isinstance(mesh, jax.sharding.AbstractMesh):
             return next(iter(sharding.device_set))
     return jax.devices()[0]
-
-
-# The names of element types in HLO.
-_HLO_TYPES = {"bool": "pred", "bfloat16": "bf16", "float": "f", "int": "s", "uint": "u", "complex": "c"}
-
-
-def hlo_dtype(dtype: str) -> str:
-    """What HLO calls a NumPy dtype: `bf16` for `bfloat16`, `f8e4m3fn` for `float8_e4m3fn`."""
-    if dtype in _HLO_TYPES:
-        return _HLO_TYPES[dtype]
-    kind, size, rest = re.fullmatch(r"([a-z]+)(\d+)(?:_(.*))?", dtype).groups()
-    return f"{_HLO_TYPES[kind]}{size}{rest or ''}"
-
-
-def _match(host: list[Entry], evidence: Evidence) -> tuple[list[Matched], list[HostBuffer]]:
-    """Which host buffers of the compiled program are which activation's, and those that are none's.
-
-    Arrays are told apart by dtype and number of elements, and where several are alike by what their operations are
-    called: the compiler reshapes, but neither casts nor splits what is moved.
-    """
-    buffers: dict[tuple, list[HostBuffer]] = collections.defaultdict(list)
-    for buffer in evidence.host_buffers:
-        buffers[buffer.dtype, math.prod(buffer.shape)] += [buffer] * buffer.count
-    wanted: dict[tuple, list[int]] = collections.defaultdict(list)
-    keys = [(hlo_dtype(e.dtype), _elements(e)) for e in host]
-    for i, (entry, key) in enumerate(zip(host, keys, strict=True)):
-        wanted[key] += [i] * entry.arrays
-    taken: dict[int, list[HostBuffer]] = collections.defaultdict(list)
-    for key, group in wanted.items():
-        for i, buffer in list(_pair(group, host, buffers[key])):
-            taken[i].append(buffer)
-            buffers[key].remove(buffer)
-    matched = []
-    for i, (entry, (dtype, elements)) in enumerate(zip(host, keys, strict=True)):
-        piece = elements * entry.arrays // max(entry.layers, 1)
-        moves = [t for t in evidence.transfers if t.dtype == dtype and math.prod(t.shape) in (piece, elements)]
-        out, back = (tuple(t for t in moves if t.direction == way) for way in ("out", "in"))
-        size = sum(buffer.bytes for buffer in taken[i])
-        away, late = min((b.away for b in taken[i]), default=0), max((b.late for b in taken[i]), default=0)
-        matched.append(Matched(entry.label, entry.shard_bytes, size, len(taken[i]), away, late, out, back))
-    return matched, [buffer for rest in buffers.values() for buffer in rest]
-
-
-def _elements(entry: Entry) -> int:
-    return entry.shard_bytes // max(entry.arrays, 1) // jax.numpy.dtype(entry.dtype).itemsize
-
-
-def _pair(group: list[int], host: list[Entry], buffers: list[HostBuffer]) -> Iterator[tuple[int, HostBuffer]]:
-    """Pairs of activations and buffers that are alike, the best first: those whose names have most in common."""
-    pairs = [
-        (-len(_words(host[i].label) & _words(" ".join(buffer.op_names))), a, b)
-        for a, i in enumerate(group)
-        for b, buffer in enumerate(buffers)
-    ]
-    used: tuple[set[int], set[int]] = (set(), set())
-    for _, a, b in sorted(pairs):
-        if a not in used[0] and b not in used[1]:
-            used[0].add(a)
-            used[1].add(b)
-            yield group[a], buffers[b]
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"[a-z]+", text.lower()))
 
 
 def _compiled_faults(

@@ -12,7 +12,8 @@ from overspill import policies
 from overspill.policies import Activation, OffloadNotApplied
 from overspill.policies.ahead import Ahead
 from overspill.policies.evidence import Evidence, HostBuffer, Transfer
-from overspill.policies.proof import hlo_dtype, judge
+from overspill.policies.matching import hlo_dtype
+from overspill.policies.proof import judge
 from overspill.policies.support import _version
 
 

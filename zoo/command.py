@@ -1,4 +1,4 @@
-"""The command line: `overspill train`, `overspill generate`, `overspill mesh`, `overspill models`."""
+"""The command line, `overspill`: a function for each command; the work is in rooms of its own."""
 
 import contextlib
 import pathlib
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .. import __version__
+from ..policies.accelerators import targets
 
 app = typer.Typer(
     name="overspill",
@@ -31,6 +32,17 @@ _RULE = (
 _ACCUMULATE = "Into how many micro-batches a batch is split, one after the other."
 _STATE = "Where state lives: GLOB=host or GLOB=device, such as optimizer.*=host. May be repeated."
 _MESH = "Axes and how many devices each has, such as data=2,fsdp=4: data, fsdp, tensor, expert and sequence."
+_TARGET = (
+    f"What to compile for, which needn't be here: {', '.join(targets())}; those of TPUs also with the shape of a "
+    "topology, such as tpu-v5p:4x4x8."
+)
+_Dtype = Annotated[
+    str, typer.Option(help="What the model computes in: float32 or bfloat16 (with float32 master weights).")
+]
+_Segments = Annotated[
+    str, typer.Option(help="Layers that begin a new segment, such as 8,24: activations are placed by segment.")
+]
+_BATCH = "Sequences per step. By default one for each part that a batch is cut in."
 
 
 def _version(asked: bool) -> bool:
@@ -90,12 +102,8 @@ def train(
             "By default offload_all.",
         ),
     ] = None,
-    segments: Annotated[
-        str, typer.Option(help="Layers that begin a new segment, such as 8,24: activations are placed by segment.")
-    ] = "",
-    dtype: Annotated[
-        str, typer.Option(help="What the model computes in: float32 or bfloat16 (with float32 master weights).")
-    ] = "float32",
+    segments: _Segments = "",
+    dtype: _Dtype = "float32",
     seed: Annotated[int, typer.Option(min=0, help="Decides weights and the order of the data.")] = 0,
     prompt: Annotated[str, typer.Option(help="What the sample at the end continues.")] = "def ",
     sample: Annotated[int, typer.Option(min=0, help="Tokens of sample text at the end; 0 for none.")] = 200,
@@ -220,13 +228,9 @@ def mesh(
     model: Annotated[str, typer.Argument(help="A model's name, or the path of a config.json or of its folder.")],
     mesh: Annotated[str, typer.Option(help=_MESH)],
     rules: Annotated[list[str] | None, typer.Option("--rule", "-r", help=_RULE)] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per step. By default one for each part that a batch is cut in.")
-    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help=_BATCH)] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 1024,
-    dtype: Annotated[
-        str, typer.Option(help="What the model computes in: float32 or bfloat16 (with float32 master weights).")
-    ] = "bfloat16",
+    dtype: _Dtype = "bfloat16",
     placements: Annotated[
         list[str] | None,
         typer.Option("--placements", "-p", help="As for `overspill train`: what is recomputed is gathered again."),
@@ -261,6 +265,118 @@ def mesh(
             )
         )
         inspection(console)
+
+
+@app.command()
+def prove(
+    model: Annotated[str, typer.Argument(help="A model's name, or the path of a config.json or of its folder.")],
+    target: Annotated[str, typer.Option(help=_TARGET)],
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="How many of them. By default one host, or as many as the mesh has.")
+    ] = None,
+    mesh: Annotated[
+        str,
+        typer.Option(
+            help=f"{_MESH} By default fsdp; for mixtures of experts expert, 8 at most, and fsdp for what is left."
+        ),
+    ] = "",
+    rules: Annotated[list[str] | None, typer.Option("--rule", "-r", help=_RULE)] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", "--batch", min=1, help=_BATCH)] = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens per sequence. By default 4096, or fewer where the model has no room."),
+    ] = None,
+    placements: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--placements",
+            "-p",
+            help="One variant: a preset, or a preset and GLOB=PLACEMENT rules with commas between. May be repeated; "
+            "each is compiled by itself. By default every preset that fits the model.",
+        ),
+    ] = None,
+    segments: _Segments = "",
+    dtype: _Dtype = "bfloat16",
+    accumulate: Annotated[int, typer.Option(min=1, help=_ACCUMULATE)] = 1,
+    state_memory: Annotated[list[str] | None, typer.Option(help=_STATE)] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model down to so many layers.")] = None,
+    flags: Annotated[
+        bool, typer.Option("--flags/--no-flags", help="Compile with the flags of `overspill env`, or without.")
+    ] = True,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Write everything to this file, too.")] = None,
+) -> None:
+    """Prove where activations wait on hardware that isn't here, and whether a training step fits it.
+
+    Compiles a whole training step for the target under each of the placements and shows them side by side: bytes on
+    the device and on its host, what is offloaded by annotations, traced program and compiled program, and what moves
+    beside computation. No weights are made, so any model fits. Exit code 1 if a proof or a compiler fails; that a step
+    doesn't fit is no failure. Ctrl-C shows what is done.
+    """
+    from .proving import Options, prepare
+
+    with _plain_errors():
+        family = prepare(
+            Options(model, target, devices, mesh, tuple(rules or ()), batch_size, sequence_length,
+                    tuple(placements or ()), segments, dtype, accumulate, tuple(state_memory or ()), layers, flags,
+                    json)
+        )  # fmt: skip
+        code = family(console)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def env(
+    target: Annotated[str, typer.Option(help="What the process will run on, such as h200, gb200 or tpu-v5p.")],
+    shell: Annotated[str, typer.Option(help="Whose language to write: sh or fish.")] = "sh",
+    host_memory_gib: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="GPUs: how much host memory a process may pin. By default three quarters of what a host of that kind "
+            "has; where there is a process for each GPU, say its share.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of lines for a shell.")] = False,
+) -> None:
+    """Print the environment in which activations move while the device computes.
+
+    For a shell, before the process starts: eval "$(overspill env --target gb200)". Flags that are set already stay as
+    they are, and what the installed JAX doesn't know is left out.
+    """
+    from .environment import prepare, remarks, text
+
+    with _plain_errors():
+        flags = prepare(target, shell=shell, host_memory_gib=host_memory_gib)
+        typer.echo(text(flags, shell=shell, as_json=json), nl=False)
+        for line in remarks(flags, shell=shell, as_json=json):
+            typer.echo(line, err=True)
+
+
+@app.command()
+def selftest(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer programs, shorter measurements.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A part to run: memory, times, gradients or links. May be repeated.")
+    ] = None,
+    family: Annotated[
+        list[str] | None, typer.Option(help="Whose gradients: llama or deepseek. May be repeated; by default both.")
+    ] = None,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Write everything to this file, too.")] = None,
+) -> None:
+    """Test offload on the device at hand: right gradients, memory really freed, and what it costs.
+
+    Trains small models of both families under every preset and compares each layer's gradients with no policy's, and
+    those with NumPy's; looks at the device's memory and the time of a step shaped like Llama 8B that is saved,
+    recomputed and offloaded; and measures the link to host memory. Exit code 1 if anything is wrong.
+    """
+    from .selftest import Options, prepare
+
+    with _plain_errors():
+        test = prepare(Options(quick=quick, only=tuple(only or ()), families=tuple(family or ()), json=json))
+        code = test(console)
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -3,9 +3,11 @@
 import dataclasses
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,7 +44,7 @@ class Ahead:
       `"output"`, `"alias"` (outputs that take the place of donated arguments), `"temp"` (scratch, kept activations
       among it) and `"code"`.
     - `capacity`: bytes of device memory that a program can have on the target.
-    - `error`: what the compiler said instead of compiling, for a TPU whose memory the program doesn't fit.
+    - `error`: what the compiler said instead of compiling, for a TPU whose memory, or its host's, is too small.
     - `evidence`: the host buffers, transfers and inserted recomputation of the compiled program.
     - `flops`: as XLA counts them, each loop's body once; None where it doesn't (GPUs).
     - `compile_seconds`, `lower_seconds`, `compiler_memory`: what compiling took, in seconds and bytes of memory.
@@ -69,7 +71,10 @@ class Ahead:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the program needs in device memory: arguments, scratch, and results beside them."""
+        """Bytes that the program needs in device memory: arguments, scratch, and results beside them.
+
+        On TPUs an upper bound: their compilers let some of these share memory.
+        """
         return _needed(self.device)
 
     @property
@@ -79,8 +84,8 @@ class Ahead:
 
     @property
     def fits(self) -> bool:
-        """Whether the program has room in device memory: XLA's compiler for GPUs never refuses one."""
-        return self.error is None and self.device_bytes <= self.capacity
+        """Whether the program has room: a TPU's compiler refuses one that has not, a GPU's never does."""
+        return self.error is None and (self.platform == "tpu" or self.device_bytes <= self.capacity)
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -187,7 +192,8 @@ def compile_ahead(
 def require_compiler(platform: str) -> str:
     """The package, with its version, that compiles for `platform`.
 
-    Raises ModuleNotFoundError when there is none, and when it is another version than jaxlib, saying what to install.
+    Raises ModuleNotFoundError, saying what to install, when there is none, when it is another version than jaxlib, and
+    when NVIDIA's assembler is missing.
     """
     extra = f"pip install 'overspill[{_EXTRAS[platform]}]'"
     for name in _PLUGINS[platform]:
@@ -200,9 +206,19 @@ def require_compiler(platform: str) -> str:
             raise ModuleNotFoundError(
                 f"{name} {version} can't compile for jaxlib {jaxlib}: pip install {name}=={jaxlib}"
             )
+        if platform == "cuda" and shutil.which("ptxas", path=_path()) is None:
+            raise ModuleNotFoundError(f"compiling for GPUs needs ptxas, of CUDA's toolkit or of a package: {extra}")
         return f"{name} {version}"
     what = {"cuda": "GPUs", "tpu": "TPUs"}[platform]
     raise ModuleNotFoundError(f"compiling for {what} needs their compiler, a package that needs no hardware: {extra}")
+
+
+def _path() -> str:
+    """Where programs are looked for: in NVIDIA's packages first, one of which has its assembler."""
+    found = importlib.util.find_spec("nvidia")
+    roots = [pathlib.Path(root) for root in (found.submodule_search_locations or ())] if found is not None else []
+    folders = [str(path) for root in roots for path in (*root.glob("cu*/bin"), *root.glob("cuda_nvcc/bin"))]
+    return os.pathsep.join([*folders, os.environ.get("PATH", "")])
 
 
 def _needed(sizes: Mapping[str, int]) -> int:
@@ -237,6 +253,7 @@ def _compile(
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")} | dict(variables)
     environment |= {
         "JAX_PLATFORMS": "cpu",
+        "PATH": _path(),
         # Two processes would wait for one lock, and the cloud's metadata for an answer.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -253,8 +270,6 @@ def _compile(
         if done.returncode or not answer.exists():
             raise CompileError(f"compiling for {place.description} failed: {_reason(done)}")
         found = json.loads(answer.read_text())
-        if found.get("missing"):
-            raise ModuleNotFoundError(found["missing"])
         if text is not None:
             pathlib.Path(text).write_bytes((room / "text").read_bytes() if (room / "text").exists() else b"")
         return found

@@ -4,14 +4,11 @@ Reads `request.json` and the StableHLO in `program`, and writes `answer.json` an
 them. The environment is the caller's to set, since XLA reads its flags when it is loaded.
 """
 
-import importlib.util
 import json
 import math
-import os
 import pathlib
 import re
 import resource
-import shutil
 import sys
 import time
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 from .evidence import Evidence, read
 
 _KINDS = ("argument", "output", "alias", "temp")
+_LINE = 400  # characters of an error: it may go on with a dump of the program
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -26,9 +24,6 @@ def main(folder: str) -> None:
     """Compiles what is in `folder`."""
     room = pathlib.Path(folder)
     request = json.loads((room / "request.json").read_text())
-    if request["platform"] == "cuda" and (missing := _find_ptxas()):
-        (room / "answer.json").write_text(json.dumps({"missing": missing}))
-        return
     devices = _devices(request)
     start = time.perf_counter()
     answer: dict[str, Any] = {"error": None, "flops": None}
@@ -58,17 +53,6 @@ def describe(stats: Any, text: str) -> dict[str, Any]:
     host = {kind: getattr(stats, f"host_{kind}_size_in_bytes") for kind in _KINDS}
     device["code"], host["code"] = stats.generated_code_size_in_bytes, stats.host_generated_code_size_in_bytes
     return {"device": device, "host": host, "evidence": read(text).as_json()}
-
-
-def _find_ptxas() -> str | None:
-    """Puts NVIDIA's assembler on the path, from a wheel if there is one; says what to install if there is none."""
-    if (found := importlib.util.find_spec("nvidia")) is not None:
-        roots = [pathlib.Path(root) for root in found.submodule_search_locations or ()]
-        folders = [str(path) for root in roots for path in (*root.glob("cu*/bin"), *root.glob("cuda_nvcc/bin"))]
-        os.environ["PATH"] = os.pathsep.join([*folders, os.environ.get("PATH", "")])
-    if shutil.which("ptxas"):
-        return None
-    return "compiling for GPUs needs ptxas, from CUDA's toolkit or a package: pip install 'overspill[gpu-compile]'"
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:
@@ -117,16 +101,18 @@ def _flops(executable: Any) -> float | None:
 
 
 def _refused(message: str) -> dict[str, Any] | None:
-    """The sizes in a TPU compiler's refusal of a program that doesn't fit; None if that isn't what it says."""
-    line = next((line for line in message.splitlines() if "RESOURCE_EXHAUSTED" in line), "")
+    """The sizes in a TPU compiler's refusal of a program that doesn't fit the device or the host; None for others."""
+    line = next((line for line in message.splitlines() if "RESOURCE_EXHAUSTED" in line), "").strip()
     used = re.search(r"[Uu]sed ([\d.]+)([BKMGT]?) of|\(([\d.]+)([BKMGT]?)\)", line)
-    if "hbm" not in line.lower() or used is None:
+    host = "memory space host" in line
+    if used is None or not (host or "hbm" in line.lower()):
         return None
     size, unit = (one or other for one, other in zip(used.groups()[:2], used.groups()[2:], strict=True))
     none = dict.fromkeys((*_KINDS, "code"), 0)
     nothing = Evidence((), (), (0, 0), (), 0, (), 0, 0).as_json()
-    device = none | {"temp": int(float(size) * _UNITS[unit])}
-    return {"evidence": nothing, "device": device, "host": none, "error": line.strip()}
+    full = none | {"temp": int(float(size) * _UNITS[unit])}
+    sizes = {"device": none if host else full, "host": full if host else none}
+    return sizes | {"evidence": nothing, "error": line if len(line) <= _LINE else f"{line[:_LINE]}..."}
 
 
 if __name__ == "__main__":

@@ -157,6 +157,10 @@ def test_a_compiler_that_is_missing_or_of_another_version(monkeypatch):
     versions["jax-cuda13-plugin"] = "0.12.0"
     with pytest.raises(ModuleNotFoundError, match="pip install jax-cuda13-plugin==0.10.2"):
         policies.compile_ahead(Wave(), X, target="h200")
+    versions["jax-cuda13-plugin"] = "0.10.2"
+    monkeypatch.setattr(ahead, "_path", lambda: "")
+    with pytest.raises(ModuleNotFoundError, match=r"ptxas.*overspill\[gpu-compile\]"):
+        policies.compile_ahead(Wave(), X, target="h200")
 
 
 FATAL = "F1130 05:10:11.123456  1234 remat.cc:1803] Check failed: !list.empty() Have nothing\n*** trace ***\n"
@@ -188,6 +192,9 @@ def test_a_tpu_that_refuses():
     assert said["device"]["temp"] == int(30.25 * 2**30) and said["error"].startswith("RESOURCE_EXHAUSTED")
     other = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total (400.50G) exceeds available HBM (15.75G)."
     assert ahead_compiler._refused(other)["device"]["temp"] == int(400.5 * 2**30)
+    host = "RESOURCE_EXHAUSTED: Ran out of memory in memory space host. Used 250.03G of 128.00G host. " + "x" * 9999
+    said = ahead_compiler._refused(host)
+    assert said["host"]["temp"] == int(250.03 * 2**30) and said["device"]["temp"] == 0 and len(said["error"]) < 500
     assert ahead_compiler._refused("INTERNAL: something else") is None
     assert ahead_compiler._refused("RESOURCE_EXHAUSTED: too many threads") is None
 

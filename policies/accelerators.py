@@ -233,6 +233,8 @@ def target(name: str | Target) -> Target:
     """
     if isinstance(name, Target):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"a target is a name such as 'h200', not {name!r}; there are {', '.join((*_GPUS, *_TPUS))}")
     wanted = name.strip().lower().replace("_", "-")
     base, given, shape = wanted.partition(":")
     if base in _GPUS:

@@ -37,7 +37,8 @@ class Activation(eqx.Module):
     """One activation of a layer, annotated with its placement.
 
     A layer calls it on the value it stands for, `q = self.query(q)`, and uses only the result
-    afterwards. Outside `policies.checkpoint` it is the identity.
+    afterwards. Outside `policies.checkpoint` it is the identity. In a module it goes by its path, that is by the
+    field that holds it; `name` is what presets know it by.
 
     `recomputable=False` marks a value that is kept wherever the rest goes: a scan keeps its carry, so
     a block's input can wait on the device or on the host but can't be recomputed.

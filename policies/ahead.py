@@ -1,10 +1,13 @@
 """Compiling a training step for a GPU or TPU that isn't there, and what its compiler says of it."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -12,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -22,13 +25,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .accelerators import Target, target as find_target
 from .calls import is_step, prepare
 from .evidence import Evidence
-from .flags import Flags, xla_flags
+from .flags import FRACTION, Flags, xla_flags
 from .report import Table, format_bytes
 
 _PLUGINS = {"cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "tpu": ("libtpu",)}
 _EXTRAS = {"cuda": "gpu-compile", "tpu": "tpu-compile"}
 # What XLA leaves of a device's memory to itself, where nothing says otherwise.
 _FRACTION = {"cuda": 0.75, "tpu": 1.0}
+
+
+_LINE = 600  # characters of what a compiler says
+_START = "import sys; sys.path += sys.argv[2:]; from overspill.policies import ahead_compiler as c; c.main(sys.argv[1])"
 
 
 class CompileError(RuntimeError):
@@ -145,6 +152,8 @@ def compile_ahead(
     target, for a target that doesn't come in so many devices, and for arguments that don't fit the function;
     CompileError when the compiler fails for another reason than too little memory, which is no error.
     """
+    given = {"flags": flags is not None, "cache": cache is not True, "text": text is not None, "target": True}
+    check_options(function, [name for name, there in given.items() if there])
     place = find_target(target)
     plugin = require_compiler(place.platform)
     start = time.perf_counter()
@@ -154,6 +163,7 @@ def compile_ahead(
     if flags is None:
         flags = xla_flags(place)
     variables = dict(flags.environment() if isinstance(flags, Flags) else flags)
+    fraction = _fraction(variables, place.platform)
     if place.platform == "cuda":
         # Nothing can be timed on a GPU that isn't there, and trying takes longer; memory is the same.
         variables["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {variables.get('XLA_FLAGS', '')}".strip()
@@ -168,7 +178,6 @@ def compile_ahead(
         cached = False
     else:
         cached = True
-    fraction = float(variables.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _FRACTION[place.platform]))
     return Ahead(
         target=place.name,
         platform=place.platform,
@@ -187,6 +196,32 @@ def compile_ahead(
         flags=variables,
         cached=cached,
     )
+
+
+def check_options(function: Callable[..., Any], options: Iterable[str]) -> None:
+    """Raises TypeError where an option for the compiler might be meant for the function, which has one of that name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return
+    for name in options:
+        if name in parameters:
+            raise TypeError(
+                f"{name}= is an option of compiling, and {function!r:.80} has a parameter of that name: fix the "
+                f"function's own by a lambda or functools.partial around it, without {name}"
+            )
+
+
+def _fraction(variables: Mapping[str, str], platform: str) -> float:
+    """The share of a device's memory that a program can have."""
+    text = variables.get(FRACTION, str(_FRACTION[platform]))
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ValueError(f"{FRACTION} is {text!r}: it is a share of the device's memory, more than 0 and at most 1")
+    return share
 
 
 def require_compiler(platform: str) -> str:
@@ -257,34 +292,44 @@ def _compile(
         # Two processes would wait for one lock, and the cloud's metadata for an answer.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
-        # The same packages as here, wherever this interpreter has them from.
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     with tempfile.TemporaryDirectory(prefix="overspill-") as folder:
         room = pathlib.Path(folder)
         (room / "program").write_bytes(program)
         (room / "request.json").write_text(json.dumps(request))
-        command = [sys.executable, "-m", "overspill.policies.ahead_compiler", folder]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, errors="replace")
+        # The same packages as here, wherever this interpreter has them from; but not what shadows Python's own.
+        command = [sys.executable, "-P", "-c", _START, folder, *(path for path in sys.path if path)]
+        with (room / "said").open("wb") as said:
+            # It ends when its input does, and that is when this process does, in whatever way.
+            process = subprocess.Popen(
+                command, env=environment, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said
+            )
+            try:
+                code = process.wait()
+            finally:
+                process.kill()
+                process.wait()
+                process.stdin.close()
         answer = room / "answer.json"
-        if done.returncode or not answer.exists():
-            raise CompileError(f"compiling for {place.description} failed: {_reason(done)}")
-        found = json.loads(answer.read_text())
+        found = json.loads(answer.read_text()) if answer.exists() else {}
+        if code or "device" not in found:
+            reason = found.get("failed") or _reason(code, (room / "said").read_text(errors="replace"))
+            raise CompileError(f"compiling for {place.description} failed: {reason}")
         if text is not None:
             pathlib.Path(text).write_bytes((room / "text").read_bytes() if (room / "text").exists() else b"")
         return found
 
 
-def _reason(done: subprocess.CompletedProcess) -> str:
+def _reason(code: int, said: str) -> str:
     """The line in which a process that failed says why."""
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    if done.returncode < 0:
+    lines = [line.strip()[:_LINE] for line in said.splitlines() if line.strip()]
+    if code < 0:
         # A failed check of XLA's: F, date, time, thread, file:line], message.
         fatal = [line for line in lines if line.startswith("F") and "] " in line]
-        said = fatal[-1].split("] ", 1)[1] if fatal else (lines[-1] if lines else "it said nothing")
-        ended = f"the compiler was ended by signal {-done.returncode}"
-        return f"{ended}{' (killed: too little memory?)' if done.returncode == -9 else ''}: {said}"
-    return lines[-1] if lines else f"the compiler ended with {done.returncode} and said nothing"
+        reason = fatal[-1].split("] ", 1)[1] if fatal else (lines[-1] if lines else "it said nothing")
+        ended = f"the compiler was ended by signal {-code}"
+        return f"{ended}{' (killed: too little memory?)' if code == -9 else ''}: {reason}"
+    return lines[-1] if lines else f"the compiler ended with {code} and said nothing"
 
 
 def _cache_file(identity: str) -> pathlib.Path | None:
@@ -309,8 +354,10 @@ def _read(path: pathlib.Path | None) -> dict[str, Any] | None:
         found = json.loads(path.read_text())
         Evidence.from_json(found["evidence"])
         wanted = {"argument", "output", "alias", "temp", "code"}
-        whole = all(wanted <= found[memory].keys() for memory in ("device", "host"))
-        return found if whole and {"error", "flops", "compile_seconds", "compiler_memory"} <= found.keys() else None
+        sizes = [found[memory][kind] for memory in ("device", "host") for kind in wanted]
+        numbers = [*sizes, found["compile_seconds"], found["compiler_memory"], found["flops"] or 0]
+        whole = all(isinstance(n, int | float) for n in numbers) and isinstance(found["error"], str | None)
+        return found if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -319,10 +366,14 @@ def _write(path: pathlib.Path | None, found: dict[str, Any]) -> None:
     """Keeps a result, whole or not at all. That it can't be kept is no reason to fail."""
     if path is None:
         return
+    part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            part = pathlib.Path(file.name)
             json.dump(found, file)
-        os.replace(file.name, path)
+        os.replace(part, path)
     except OSError:
-        return
+        if part is not None:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)

@@ -1,15 +1,18 @@
-"""The process that compiles for hardware that isn't there: `python -m overspill.policies.ahead_compiler FOLDER`.
+"""The process that compiles for hardware that isn't there.
 
-Reads `request.json` and the StableHLO in `program`, and writes `answer.json` and the compiled program's `text` beside
-them. The environment is the caller's to set, since XLA reads its flags when it is loaded.
+Reads `request.json` and the StableHLO in `program` of a folder, and writes `answer.json` and the compiled program's
+`text` beside them. The environment is the caller's to set, since XLA reads its flags when it is loaded.
 """
 
 import json
 import math
+import os
 import pathlib
 import re
 import resource
+import shutil
 import sys
+import threading
 import time
 from typing import Any
 
@@ -21,8 +24,9 @@ _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def main(folder: str) -> None:
-    """Compiles what is in `folder`."""
+    """Compiles what is in `folder`, and ends without a trace when the standard input does."""
     room = pathlib.Path(folder)
+    threading.Thread(target=_follow, args=(room,), daemon=True).start()
     request = json.loads((room / "request.json").read_text())
     devices = _devices(request)
     start = time.perf_counter()
@@ -31,7 +35,9 @@ def main(folder: str) -> None:
         executable = _compile((room / "program").read_bytes(), devices)
     except Exception as error:
         if (sizes := _refused(str(error))) is None:
-            raise
+            failed = f"{type(error).__name__}: {error}"
+            _write(room, {"failed": failed if len(failed) <= _LINE else f"{failed[:_LINE]}..."})
+            sys.exit(1)
         answer |= sizes | {"compile_seconds": time.perf_counter() - start}
         text = ""
     else:
@@ -42,9 +48,20 @@ def main(folder: str) -> None:
     (room / "text").write_text(text)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     answer["compiler_memory"] = peak * (1 if sys.platform == "darwin" else 1024)
+    _write(room, answer)
+
+
+def _write(room: pathlib.Path, answer: dict[str, Any]) -> None:
     part = room / "answer.part"
     part.write_text(json.dumps(answer))
     part.rename(room / "answer.json")
+
+
+def _follow(room: pathlib.Path) -> None:
+    """Waits for the end of whoever asked, who may be killed, and leaves nothing behind then."""
+    os.read(0, 1)
+    shutil.rmtree(room, ignore_errors=True)
+    os._exit(1)
 
 
 def describe(stats: Any, text: str) -> dict[str, Any]:
@@ -114,6 +131,3 @@ def _refused(message: str) -> dict[str, Any] | None:
     sizes = {"device": none if host else full, "host": full if host else none}
     return sizes | {"evidence": nothing, "error": line if len(line) <= _LINE else f"{line[:_LINE]}..."}
 
-
-if __name__ == "__main__":
-    main(sys.argv[1])

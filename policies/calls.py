@@ -8,8 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .activation import Annotation, annotations, named, path_string
-from .jaxprs import Program, has_backward
+from .activation import Activation, Annotation, annotations, map_activations, named, path_string
+from .jaxprs import Program, has_backward, names_in
 from .remat import Checkpointed
 from .spaces import typed
 from .support import check_readable
@@ -53,7 +53,18 @@ def prepare(function: Callable[..., Any], args: tuple, kwargs: dict) -> Call:
     Raises TypeError if nothing can be differentiated, and RuntimeError with JAX's flag `jax_remat3` on.
     """
     check_readable()
-    function, args, kwargs, rows = _name_arguments(function, args, kwargs)
+    try:
+        return _prepare(*_name_arguments(function, args, kwargs, apart=True))
+    except (TypeError, ValueError):
+        # Names are a part of a tree's structure: a function that maps over two of its arguments, a model and an average
+        # of it, wants theirs alike.
+        *call, holders = _name_arguments(function, args, kwargs, apart=False)
+        if len(holders) < 2:
+            raise
+        return _prepare(*call, holders)
+
+
+def _prepare(function: Any, args: tuple, kwargs: dict, holders: list[list[Annotation]]) -> Call:
     arrays, static = eqx.partition((function, args, kwargs), _is_array)
     flat, treedef = jax.tree_util.tree_flatten_with_path(arrays)
     leaves = [leaf for _, leaf in flat]
@@ -66,6 +77,7 @@ def prepare(function: Callable[..., Any], args: tuple, kwargs: dict) -> Call:
         return [x for x in jax.tree.leaves(function(*args, **kwargs)) if eqx.is_array(x)]
 
     plain = jax.make_jaxpr(call)(leaves)
+    rows = _rows(holders, names_in(plain.jaxpr))
     if has_backward(plain.jaxpr):
         return Call(call, leaves, labels, rows, plain)
     inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
@@ -91,10 +103,21 @@ def prepare(function: Callable[..., Any], args: tuple, kwargs: dict) -> Call:
     return Call(both, [*leaves, *cotangents], [*labels, *[None] * len(outputs)], rows)
 
 
-def _name_arguments(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict, list[Annotation]]:
-    """The call with every Activation in it named by its path, and the annotations by those names."""
+def _rows(holders: list[list[Annotation]], tagged: set[str]) -> list[Annotation]:
+    """The annotations of what is called: not those of an average of a model, say, that is only carried along."""
+    called = [rows for rows in holders if any(row.path in tagged for row in rows)]
+    return list({row.path: row for rows in called or holders for row in rows}.values())
+
+
+def _name_arguments(
+    function: Any, args: tuple, kwargs: dict, *, apart: bool
+) -> tuple[Any, tuple, dict, list[list[Annotation]]]:
+    """The call with every Activation in it named by its path, and for each argument the annotations by those names.
+
+    With `apart`, arguments with the same paths are told apart by where they stand.
+    """
     if is_step(function):
-        return function.raw, args, kwargs, annotations(named(function.annotated))
+        return function.raw, args, kwargs, [annotations(named(function.annotated))]
     while annotations(getattr(function, "__wrapped__", None)):
         function = function.__wrapped__  # a module under eqx.filter_jit: traced, it is all the same
     # A module wrapped by `checkpoint` is named from itself, not from its wrapper.
@@ -103,17 +126,44 @@ def _name_arguments(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tupl
     parts |= {("argument", i): arg for i, arg in enumerate(args)}
     parts |= {("keyword", name): arg for name, arg in kwargs.items()}
     holding = [key for key, part in parts.items() if annotations(part)]
-    if len(holding) <= 1:
-        new = parts | {key: named(parts[key]) for key in holding}
+    # An optimizer's state holds the model's annotations as well: what a model is called decides for its mirrors.
+    mirrors = {key: like for key in holding for like in holding if _mirrors(parts[key], parts[like])}
+    models = [key for key in holding if key not in mirrors]
+    if len(models) <= 1 or not apart:
+        new = parts | {key: named(parts[key]) for key in models}
     else:
-        # Several arguments with the same paths: where they stand tells them apart.
-        together = named({str(key[-1]): parts[key] for key in holding})
-        new = parts | {key: together[str(key[-1])] for key in holding}
-    rows = [Annotation(node.path or path, node) for key in holding for path, node in annotations(new[key])]
+        together = named({str(key[-1]): parts[key] for key in models})
+        new = parts | {key: together[str(key[-1])] for key in models}
+    for key, like in mirrors.items():
+        new[key] = _named_like(parts[key], parts[like], new[like])
+    holders = [[Annotation(node.path or path, node) for path, node in annotations(new[key])] for key in models]
     module = new["function",]
     function = Checkpointed(module, function.prevent_cse) if wrapped else module
     args = tuple(new["argument", i] for i in range(len(args)))
-    return function, args, {name: new["keyword", name] for name in kwargs}, rows
+    return function, args, {name: new["keyword", name] for name in kwargs}, holders
+
+
+def _mirrors(part: Any, model: Any) -> bool:
+    """Whether the activations of `part` are those of `model`, further down: in moments of an optimizer, say."""
+    like = {row.path: row.activation for row in annotations(model)}
+    ends = [(row.activation, _ending(row.path, list(like))) for row in annotations(part)]
+    return not callable(part) and all(end is not None and like[end] == node for node, end in ends)
+
+
+def _ending(path: str, paths: list[str]) -> str | None:
+    """The one of `paths` that `path` ends with, and is longer than."""
+    return next((end for end in paths if path.endswith(f".{end}")), None)
+
+
+def _named_like(part: Any, model: Any, renamed: Any) -> Any:
+    """`part` with its activations called as those of `model`, which it mirrors, are in `renamed`."""
+    rows = zip(annotations(model), annotations(renamed), strict=True)
+    names = {old.path: new.activation.path for old, new in rows}
+
+    def give(path: str, node: Activation) -> Activation:
+        return node if node.path is not None else dataclasses.replace(node, path=names[_ending(path, list(names))])
+
+    return map_activations(give, part)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -49,6 +49,7 @@ class Census:
     - `raw`: activations whose unnamed original is kept beside them.
     - `again_offloaded`: activations that only the backward pass, computing them again, moves to the host.
     - `sizes`: bytes on one device of what each name stands on, in all layers, kept or not, as far as it is known.
+    - `outputs`: names of what a step of a loop hands on to the next, which the loop keeps by itself, on the device.
     - `devices`: of the mesh that the program is cut over; 1 without one.
 
     Bytes are those of all devices together, unless they are asked for `each=True`: then of one of them. Values
@@ -62,6 +63,7 @@ class Census:
     devices: int = 1
     again_offloaded: tuple[str, ...] = ()
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
 
     def bytes(self, *kinds: Kind | str, memory: Placement | str | None = None, each: bool = False) -> int:
         """Bytes kept, of the given kinds (named and unnamed values if none is given) and memory (any).

@@ -152,6 +152,7 @@ class Program:
         self.named: list[Value] = []  # every value that a name stands on, forward
         self.tagged: list[tuple[Value, int]] = []  # the same, and how often loops around it make it
         self.again_bytes: dict[str, int] = {}  # of what the backward pass tags, computing it again
+        self.carried: dict[int, set[str]] = {}  # by a loop's carry: the names of what its next step gets for it
         self._times = 1
         self.forward_names: set[str] = set()
         self.backward_names: set[str] = set()
@@ -249,6 +250,8 @@ class Program:
         before, self._times = self._times, self._times * length
         outs = self._run(body, consts, inner, transposed=False)
         self._times = before
+        for value, out in zip(inner[num_consts : num_consts + num_carry], outs, strict=False):
+            self.carried[id(value)] = _names_of(out)
         results = []
         for index, (var, out) in enumerate(zip(eqn.outvars, outs, strict=True)):
             stacked = index >= num_carry
@@ -296,6 +299,16 @@ class Program:
             consts = [Value(v.aval, constant=True) for v in sub.constvars]
             self._run(sub, consts, inputs, transposed=False)
         return [Value(v.aval, eqn, tuple(values), backward=True) for v in eqn.outvars]
+
+
+def _names_of(value: Value | None) -> set[str]:
+    """The names that stand on a value, whatever its layout."""
+    names = set()
+    while value is not None:
+        if value.name is not None:
+            names.add(value.name)
+        value = value.source or value.viewed
+    return names
 
 
 def _is_fill(value: Value) -> bool:

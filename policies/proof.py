@@ -2,14 +2,14 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from .accelerators import Target
 from .activation import Placement
-from .ahead import Ahead, compile_ahead
+from .ahead import Ahead, check_options, compile_ahead
 from .ahead_compiler import describe
 from .calls import is_step, prepare
 from .counted import Census, Kind
@@ -23,24 +23,13 @@ from .support import OffloadUnsupported
 class OffloadNotApplied(PlacementNotApplied):
     """An activation that should wait in host memory doesn't, or something is in the way of it.
 
-    - `path`: the activation's; None where no single one is at fault.
-    - `expected`, `found`: bytes on one device where they should be; None where that can't be told.
-    - `cause`: the probable one.
-    - `proof`: all that was found; None if the program couldn't be traced.
+    Beside what a PlacementNotApplied has, `proof` is all that was found, other faults among it; None if the program
+    couldn't be traced.
     """
 
     def __init__(self, fault: Fault, proof: "Proof | None" = None):
-        sizes = ""
-        if fault.expected is not None or fault.found is not None:
-            expected, found = (
-                "unknown" if size is None else f"{size:,} bytes" for size in (fault.expected, fault.found)
-            )
-            sizes = f" (expected {expected}, found {found} on one device)"
-        more = len(proof.faults) - 1 if proof is not None else 0
-        others = f"; {more} more in .proof.faults" if more > 0 else ""
-        super().__init__(f"{fault.what}{sizes}: {fault.cause}{others}")
-        self.path, self.expected, self.found = fault.path, fault.expected, fault.found
-        self.cause, self.proof = fault.cause, proof
+        super().__init__(fault, 0 if proof is None else len(proof.faults) - 1)
+        self.proof = proof
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +54,12 @@ class Proof:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Activations that come back from the host as soon as they have gone: nothing is computed in between.
+        """Activations outside of scans that come back from the host as soon as they have gone.
 
-        They take no room on the device only where nothing else does either. It happens to what is wanted right away,
-        such as the last layer's, and to what is in no scan, when the compiler delays the copy until it is wanted.
+        Nothing is computed in between, so they free no memory. It happens to what is wanted right away, such as the
+        last layer's, and where the compiler delays the copy until then.
         """
-        return tuple(one.path for one in self.matched if one.buffers and one.away == 0)
+        return tuple(one.path for one in self.matched if one.away == 0)
 
     @property
     def host_bytes(self) -> int | None:
@@ -81,23 +70,25 @@ class Proof:
         """A row for each activation that waits on the host; below it what the witnesses say."""
         columns = ["activation", "one device"]
         if self.compiled is not None:
-            columns += ["host buffers", "out", "back", "beside"]
+            columns += ["host buffers", "out", "back", "overlapped"]
         rows: list[tuple[Any, ...]] = []
         for one in self.matched:
             row: tuple[Any, ...] = (one.path, format_bytes(one.planned))
             if self.compiled is not None:
                 each = one.compiled // max(one.buffers, 1)
                 row += (f"{one.buffers} x {format_bytes(each)}" if one.buffers else "none",
-                        _moves(one.out), _moves(one.back), _beside((*one.out, *one.back)))  # fmt: skip
+                        _moves(one.out), _moves(one.back), _overlapped((*one.out, *one.back)))  # fmt: skip
             rows.append(row)
         return Table(columns, rows, title="Proof of offload", footer="\n".join(self.summary()), paths=True)
 
     def summary(self) -> list[str]:
         """What the witnesses say, a line each, and the verdict."""
         found = self.census
-        host = sum(placement is Placement.HOST for placement in found.annotations.values())
+        host = [path for path, placement in found.annotations.items() if placement is Placement.HOST]
+        idle = [path for path in host if found.statuses[path] == "not needed"]
         lines = [
-            f"annotations: {host} of {len(found.annotations)} activations wait on the host",
+            f"annotations: {len(host)} of {len(found.annotations)} activations are placed on the host"
+            + (f"; {_few(idle)} not kept at all, as the backward pass needs none of it" if idle else ""),
             f"traced program: {format_bytes(self.planned_bytes)} on the host for one device, "
             f"{format_bytes(found.bytes(memory=Placement.DEVICE, each=True))} on the device",
         ]
@@ -106,10 +97,9 @@ class Proof:
             "are; target='h200' asks the compiler of a GPU (see policies.compile_ahead)"
         ]  # fmt: skip
         if self.idle:
-            more = f" and {len(self.idle) - 3} more" if len(self.idle) > 3 else ""
             lines.append(
-                f"note: {', '.join(self.idle[:3])}{more} come back as soon as they have gone, with nothing computed in "
-                "between: moving them saves next to no memory"
+                "note: back as soon as it has gone, with nothing computed in between, so that moving it frees no "
+                f"memory: {_few(self.idle)}"
             )
         lines += [f"NOT APPLIED: {fault}" for fault in self.faults[:5]]
         if len(self.faults) > 5:
@@ -164,7 +154,7 @@ def prove(function: Callable[..., Any], /, *args: Any, target: str | Target | No
     Raises OffloadNotApplied, naming the activation, the bytes expected and found and the probable cause, and whatever
     `compile_ahead` raises. `examine` gives the same proof with its faults instead.
     """
-    compiling = _compiling(options)
+    compiling = _compiling(function, target, options)
     found = _census(function, args, options)
     proof = judge(found, None)
     if not proof.faults:  # else there is no need to wait for a compiler
@@ -179,14 +169,16 @@ def examine(function: Callable[..., Any], /, *args: Any, target: str | Target | 
 
     Raises OffloadNotApplied only where nothing can be traced, because JAX would recompute what should be offloaded.
     """
-    compiling = _compiling(options)
+    compiling = _compiling(function, target, options)
     found = _census(function, args, options)
     return judge(found, _compiled(function, args, target, compiling, options))
 
 
-def _compiling(options: dict[str, Any]) -> dict[str, Any]:
+def _compiling(function: Any, target: Any, options: dict[str, Any]) -> dict[str, Any]:
     """What of the options is for the compiler, taken out of them."""
-    return {name: options.pop(name) for name in ("flags", "cache", "text") if name in options}
+    compiling = {name: options.pop(name) for name in ("flags", "cache", "text") if name in options}
+    check_options(function, [*compiling, *(["target"] if target is not None else [])])
+    return compiling
 
 
 def _census(function: Any, args: tuple, options: dict[str, Any]) -> Census:
@@ -208,10 +200,12 @@ def judge(found: Census, compiled: Ahead | None) -> Proof:
     matched: list[Matched] = []
     host = [e for e in found.entries if e.memory is Placement.HOST and e.kind in (Kind.NAMED, Kind.UNNAMED)]
     if compiled is None or compiled.error is not None:
-        matched = [Matched(e.label, e.shard_bytes, 0, 0, 0, 0, (), ()) for e in host]
+        matched = [Matched(e.label, e.shard_bytes, 0, 0, None, 0, ("", 0), (), ()) for e in host]
     else:
         matched, extra = match(host, compiled.evidence)
-        wrong += _compiled_faults(matched, extra, compiled, {fault.path for fault in wrong})
+        wrong += _compiled_faults(matched, extra, compiled, found, {fault.path for fault in wrong})
+    order = {path: i for i, path in enumerate(found.annotations)}
+    matched.sort(key=lambda one: order.get(one.path, len(order)))
     return Proof(found, compiled, tuple(matched), tuple(wrong))
 
 
@@ -273,15 +267,16 @@ def _device(args: tuple, kwargs: dict) -> Any:
 
 
 def _compiled_faults(
-    matched: Iterable[Matched], extra: list[HostBuffer], compiled: Ahead, known: set[str | None]
+    matched: list[Matched], extra: list[HostBuffer], compiled: Ahead, found: Census, known: set[str | None]
 ) -> Iterator[Fault]:
     evidence, on = compiled.evidence, compiled.description
     for one in matched:
         if one.compiled < one.planned and one.path not in known:
+            alike = [other.path for other in matched if other.kind == one.kind and other.path != one.path]
             yield Fault(
-                one.path,
+                one.path if one.path in found.annotations else None,
                 f"{one.path!r} is offloaded in the traced program, but the program compiled for {on} has no host "
-                "memory for it",
+                "memory for it" + (f", or for one that is as large: {_few(alike)}" if alike else ""),
                 "the compiler kept it on the device or computes it again; a value that is used on the device right "
                 "away, or a loop of one step, can make it",
                 one.planned,
@@ -325,6 +320,10 @@ def _compiled_faults(
         )
 
 
+def _few(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
 def _moves(transfers: tuple[Transfer, ...]) -> str:
     """How many of an array's transfers the device doesn't wait for."""
     times = sum(t.times * t.count for t in transfers)
@@ -334,10 +333,11 @@ def _moves(transfers: tuple[Transfer, ...]) -> str:
     return "async" if beside == times else "waits" if not beside else f"{beside / times:.0%} async"
 
 
-def _beside(transfers: tuple[Transfer, ...]) -> str:
-    """The least that is computed beside a transfer that can have something beside it."""
-    works = [t.work for t in transfers if t.asynchronous]
-    return f"{min(works)} or more" if works else "-"
+def _overlapped(transfers: tuple[Transfer, ...]) -> str:
+    """The share of what is moved that has something computed beside it."""
+    total = sum(t.total_bytes for t in transfers)
+    beside = sum(t.total_bytes for t in transfers if t.asynchronous and t.work)
+    return f"{beside / total:.0%}" if total else "-"
 
 
 def _compiled_lines(compiled: Ahead) -> list[str]:
@@ -345,15 +345,21 @@ def _compiled_lines(compiled: Ahead) -> list[str]:
     head = f"compiled program ({compiled.devices:,} x {compiled.description}, JAX {compiled.jax}): "
     if compiled.error is not None:
         return [head + compiled.error]
+    if not evidence.transfers:
+        return [head + "nothing is moved", _needs(compiled)]
     lines = [
         f"{head}{format_bytes(evidence.host_buffer_bytes)} of host buffers, {format_bytes(host['temp'])} in use at a "
         "time by its compiler",
         f"moved: {format_bytes(evidence.bytes_out)} out and {format_bytes(evidence.bytes_in)} back, "
         f"{evidence.overlapped:.0%} of it with computation beside it",
-        f"device: {format_bytes(compiled.device_bytes)} needed"
-        + (f" of {format_bytes(compiled.capacity)}" if compiled.capacity else "")
-        + ("" if compiled.fits or not compiled.capacity else ": it does NOT fit"),
+        _needs(compiled),
     ]
     if any(not t.asynchronous for t in evidence.transfers) and "XLA_FLAGS" not in compiled.flags:
         lines.append("some transfers hold up the computation: policies.xla_flags has what makes them overlap")
     return lines
+
+
+def _needs(compiled: Ahead) -> str:
+    room = f" of {format_bytes(compiled.capacity)} that a program can have" if compiled.capacity else ""
+    fits = "" if compiled.fits or not compiled.capacity else ": it does NOT fit"
+    return f"device: {format_bytes(compiled.device_bytes)} needed{room}{fits}"

@@ -19,6 +19,8 @@ class Reader:
         self.partition = Partition()
         self.raw_names: dict[int, list[str]] = collections.defaultdict(list)
         self.aliases: dict[str, set[str]] = collections.defaultdict(set)
+        self.raw_arguments: list[str] = []  # names on arguments, which are there anyhow
+        self.outputs: set[str] = set()  # names of what a loop keeps as its carry
         for value in program.named:
             self._link(value)
 
@@ -52,10 +54,12 @@ class Reader:
             for (kind, label, shape, dtype, memory), (layers, size, shard, arrays) in merged.items()
         )
         annotated = {row.path: row.placement for row in self.rows}
+        raw += [name for name in self.raw_arguments if annotated.get(name) is not Placement.DEVICE]
         statuses = self._statuses(entries, [*annotated, *sorted(self._tagged() - set(annotated))])
         again = tuple(sorted(self.program.again_offloaded))
         devices = self.partition.devices
-        return Census(entries, statuses, annotated, tuple(dict.fromkeys(raw)), devices, again, self._sizes())
+        outputs = tuple(sorted(self.outputs))
+        return Census(entries, statuses, annotated, tuple(dict.fromkeys(raw)), devices, again, self._sizes(), outputs)
 
     def _sizes(self) -> dict[str, int]:
         """What each tagged value weighs on one device."""
@@ -98,7 +102,7 @@ class Reader:
             if inner.name is not None:
                 return Kind.NAMED, inner.name
             if inner.argument is not None:
-                raw.extend(self.raw_names.get(id(inner), []))
+                self.raw_arguments += self.raw_names.get(id(inner), [])
                 return (Kind.CAST if cast else Kind.ARGUMENT), inner.argument
             if inner.carry:
                 break
@@ -119,6 +123,8 @@ class Reader:
                 break
         names = self.raw_names.get(id(inner), [])
         raw.extend(names)
+        if inner.carry:
+            self.outputs |= self.program.carried.get(id(inner), set())
         if value.constant:
             return Kind.CONSTANT, _made_by(value)
         return Kind.UNNAMED, f"raw {names[0]}" if names else _made_by(inner)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table as RichTable
+from rich.text import Text
 
 
 def format_bytes(count: int | float) -> str:
@@ -63,16 +64,17 @@ class Table:
             shown.append((f"  {name}", *rest))
         return shown
 
-    def __rich__(self) -> RichTable:
-        table = RichTable(title=self.title or None, caption=self.footer or None, box=box.SIMPLE_HEAD,
-                          title_justify="left", caption_justify="left", padding=(0, 1, 0, 0))  # fmt: skip
+    def __rich__(self) -> RichTable | Group:
+        table = RichTable(title=self.title or None, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
         for i, column in enumerate(self.columns):
             numeric = bool(self.rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in self.rows)
+            numeric &= not (self.paths and i == 0)
             table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=i > 0)
         for row in self._shown():
             # Paths hold brackets now and then: text, not markup.
             table.add_row(*(cell.replace("[", r"\[") for cell in row))
-        return table
+        # Beside a narrow table a caption would be as narrow.
+        return Group(table, Text(self.footer, style="dim italic")) if self.footer else table
 
     def __str__(self) -> str:
         # Wide enough for any path: text that is piped or logged must not lose columns to a narrow terminal.

@@ -14,8 +14,39 @@ from .reading import Reader
 from .report import Table, format_bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """An activation that doesn't wait where it is annotated to, and probably why.
+
+    `expected` and `found` are bytes of all layers on one device, where they should be and where they shouldn't; None
+    where that can't be told.
+    """
+
+    path: str | None
+    what: str
+    cause: str
+    expected: int | None = None
+    found: int | None = None
+
+    def __str__(self) -> str:
+        sizes = ""
+        if self.expected is not None or self.found is not None:
+            pair = ("unknown" if size is None else f"{size:,} bytes" for size in (self.expected, self.found))
+            sizes = " (expected {}, found {} on one device)".format(*pair)
+        return f"{self.what}{sizes}: {self.cause}"
+
+
 class PlacementNotApplied(ValueError):
-    """An activation doesn't wait where its annotation says; the message names it."""
+    """An activation doesn't wait where its annotation says.
+
+    - `path`: the activation's; None where no single one is at fault.
+    - `expected`, `found`: bytes on one device where they should be; None where that can't be told.
+    - `cause`: the probable one.
+    """
+
+    def __init__(self, fault: Fault, more: int = 0):
+        super().__init__(f"{fault}{f'; and {more} more' if more else ''}")
+        self.path, self.expected, self.found, self.cause = fault.path, fault.expected, fault.found, fault.cause
 
 
 def activations(tree: PyTree, census: Census | None = None) -> Table:
@@ -71,34 +102,17 @@ def check(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Census:
     named copy. Names that the backward pass doesn't use, and second names of one value, are no fault.
     """
     found = census(function, *args, **kwargs)
-    for fault in faults(found):
-        raise PlacementNotApplied(str(fault))
+    if wrong := list(faults(found)):
+        raise PlacementNotApplied(wrong[0], len(wrong) - 1)
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """An activation that doesn't wait where it is annotated to, and probably why.
-
-    `expected` and `found` are bytes of all layers on one device, where they should be and where they shouldn't; None
-    where that can't be told.
-    """
-
-    path: str | None
-    what: str
-    cause: str
-    expected: int | None = None
-    found: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.cause}"
 
 
 def faults(found: Census) -> Iterator[Fault]:
     """What in a census contradicts the annotations."""
     if not found.annotations:
         yield Fault(None, "no Activation is in reach", "pass the annotated module as an argument of the function")
-    for path, placement in found.annotations.items():
+    # What should be on the host comes first.
+    for path, placement in sorted(found.annotations.items(), key=lambda row: row[1] is not Placement.HOST):
         if (fault := _fault(path, placement, found)) is not None:
             yield fault
     for path in found.raw:
@@ -106,7 +120,7 @@ def faults(found: Census) -> Iterator[Fault]:
         yield Fault(
             path,
             f"{path!r} is named, but the value before it got its name is kept as well",
-            "rebind first (`x = self.block_input(x)`) and use only the result",
+            f"rebind first (`x = self.{path.rpartition('.')[2]}(x)`) and use only the result",
             expected=0,
             found=sum(e.shard_bytes for e in kept) or None,
         )
@@ -122,7 +136,25 @@ def _fault(path: str, placement: Placement, found: Census) -> Fault | None:
             + _misspelt(path, found),
             found=0,
         )
-    if status == "not needed" or status.startswith("same value"):
+    if status == "not needed" and path in found.outputs and placement is not Placement.DEVICE:
+        return Fault(
+            path,
+            f"{path!r} is annotated {placement.value!r}, but it names what a block hands on to the next, which the "
+            "loop keeps on the device by itself",
+            "name the block's input instead, inside of what is checkpointed, and use only the named value",
+            expected=0 if placement is Placement.RECOMPUTE else found.sizes.get(path),
+            found=found.sizes.get(path) if placement is Placement.RECOMPUTE else 0,
+        )
+    partner = status.removeprefix("same value as ")
+    if partner != status and placement is Placement.HOST and found.statuses.get(partner) in ("device", "recomputed"):
+        return Fault(
+            path,
+            f"{path!r} is annotated 'host', but is the same value as {partner!r}, which is {found.statuses[partner]}",
+            "of two names on one value one decides: drop one, or place both alike",
+            found.sizes.get(path),
+            0,
+        )
+    if status == "not needed" or partner != status:
         return None
     kept = found.of(path)
     actual = {e.memory.value for e in kept} or {status.replace("recomputed", "recompute")}
@@ -146,6 +178,8 @@ def _why(path: str, actual: set[str], found: Census) -> str:
     tagged = [p for p, s in found.statuses.items() if p in found.annotations and s != "never tagged"]
     if actual != {"recompute"} and not any(found.statuses[p] in ("host", "recomputed") for p in tagged):
         return "no policy is applied: run the module through policies.checkpoint"
+    if actual == {"device"}:
+        return "it runs outside of policies.checkpoint, or another name or policy decides where this value waits"
     return "another name or the code around it decides where this value waits" + _misspelt(path, found)
 
 

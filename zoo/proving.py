@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import pathlib
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -238,6 +239,8 @@ class Family:
                 what = f"{name} ({i + 1} of {len(self.models)}): compiling a training step for {self._where()}"
                 with console.status(escape(what)):
                     self.outcomes.append(self.examine(name))
+                if not console.is_terminal:  # who looks on sees no status, and the tables come at the end
+                    print(f"{what}: {self.outcomes[-1].verdict}", file=sys.stderr)
         except KeyboardInterrupt:
             done = f"{len(self.outcomes)} of {len(self.models)} placements are done"
             say(f"interrupted: {done}", style="bold")

@@ -1,8 +1,14 @@
 """Compiling for hardware that isn't there: what is asked, what is kept, what is said when it can't be done."""
 
 import importlib.metadata
+import io
 import json
+import os
+import pathlib
+import signal
 import subprocess
+import sys
+import time
 
 import equinox as eqx
 import jax
@@ -178,7 +184,20 @@ FATAL = "F1130 05:10:11.123456  1234 remat.cc:1803] Check failed: !list.empty() 
 )
 def test_a_compiler_that_fails(monkeypatch, code, said, reason):
     monkeypatch.setattr(ahead, "require_compiler", lambda platform: platform)
-    monkeypatch.setattr(ahead.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code, "", said))
+
+    class Failing:
+        stdin = io.BytesIO()
+
+        def __init__(self, *_, stderr, **__):
+            stderr.write(said.encode())
+
+        def wait(self):
+            return code
+
+        def kill(self):
+            pass
+
+    monkeypatch.setattr(ahead.subprocess, "Popen", Failing)
     with pytest.raises(policies.CompileError, match=reason):
         policies.compile_ahead(Wave(), X, target="h200", flags={}, cache=False)
 
@@ -204,6 +223,43 @@ def test_a_call_that_cannot_be_differentiated(compiler):
         policies.compile_ahead(lambda x: x + 1, jnp.arange(3), target="h200", flags={})
 
 
+@pytest.mark.parametrize("share", ["x", "0", "7", "nan", "-1"])
+def test_a_share_of_memory_that_is_none(compiler, share):
+    with pytest.raises(ValueError, match="XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        policies.compile_ahead(Wave(), X, target="h200", flags={"XLA_PYTHON_CLIENT_MEM_FRACTION": share})
+
+
+@pytest.mark.parametrize("name", ["cache", "text", "flags", "target"])
+def test_an_option_that_the_function_has_too(compiler, name):
+    scope = {}
+    exec(f"def loss(module, x, {name}=1): return module(x).sum()", scope)
+    options = {"target": "h200"} | {name: {"target": "h200", "cache": False, "flags": {}, "text": "t"}[name]}
+    for look in (policies.compile_ahead, policies.prove):
+        with pytest.raises(TypeError, match=f"{name}= is an option of compiling"):
+            look(scope["loss"], Wave(), X, **options)
+    policies.compile_ahead(lambda module, x: scope["loss"](module, x), Wave(), X, target="h200")
+
+
+@pytest.mark.parametrize("wrong", [{"device": {"temp": "lots"}}, {"compile_seconds": None}, {"error": 3}])
+def test_a_cache_with_other_types(compiler, tmp_path, wrong):
+    policies.compile_ahead(Wave(), X, target="h200", flags={})
+    (file,) = (tmp_path / "cache").rglob("*.json")
+    kept = json.loads(file.read_text())
+    for name, value in wrong.items():
+        kept[name] = kept[name] | value if isinstance(value, dict) else value
+    file.write_text(json.dumps(kept))
+    assert not policies.compile_ahead(Wave(), X, target="h200", flags={}).cached
+
+
+def test_a_cache_file_that_cannot_take_its_place_leaves_nothing(compiler, tmp_path):
+    policies.compile_ahead(Wave(), X, target="h200", flags={})
+    (file,) = (tmp_path / "cache").rglob("*.json")
+    file.unlink()
+    (file / "full").mkdir(parents=True)
+    assert not policies.compile_ahead(Wave(), X, target="h200", flags={}).cached
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
 # With the compilers of the targets.
 
 KEPT = 4 * 8 * 128 * 4  # bytes of four layers
@@ -221,6 +277,61 @@ def test_a_gpu_keeps_on_the_host_what_is_annotated(gpu, tmp_path):
     assert json.loads(json.dumps(proof.as_json()))["compiled"]["host"]["temp"] == KEPT
     saved = policies.compile_ahead(policies.place(Wave(), "save_all"), X, target=gpu)
     assert saved.host["temp"] == 0 and saved.device["temp"] > proof.compiled.device["temp"]
+
+
+def test_what_the_compiler_says_is_told(gpu, monkeypatch):
+    """Overspill's own folder has no say in what Python imports there, and neither has the user's."""
+    monkeypatch.setattr(ahead.mlir, "module_to_bytecode", lambda module: b"no program")
+    with pytest.raises(policies.CompileError, match="compiling for NVIDIA H200 failed: .*rror"):
+        policies.compile_ahead(Wave(), X, target=gpu, cache=False)
+
+
+def test_files_of_the_user_do_not_shadow_pythons_own(gpu, tmp_path, monkeypatch):
+    for name in ("resource", "json", "layers", "hlo"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('shadowed')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert policies.compile_ahead(Wave(), X, target=gpu, cache=False).host["temp"] == KEPT
+
+
+SLOW = """
+import jax, jax.numpy as jnp
+from overspill import policies
+def deep(w, x):
+    for i in range(60):
+        x = jnp.sin(x @ w) + jax.nn.softmax(x * i)
+    return x.sum()
+policies.compile_ahead(deep, jnp.zeros((64, 64)), jnp.zeros((64, 64)), target="h200", cache=False)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_process_leaves_no_compiler_behind(gpu, tmp_path, how):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", SLOW], env=environment)
+
+    def compilers():
+        found = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if str(tmp_path) in path.read_text():
+                    found.append(path)
+            except OSError:
+                continue
+        return found
+
+    try:
+        deadline = time.monotonic() + 120
+        while not compilers() and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.1)
+        assert compilers()
+    finally:
+        process.send_signal(how)
+        process.wait()
+    deadline = time.monotonic() + 60
+    while (compilers() or list(tmp_path.iterdir())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not compilers() and not list(tmp_path.iterdir())
 
 
 def test_arguments_in_host_memory(gpu):

@@ -32,8 +32,6 @@ _PLUGINS = {"cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "tpu": ("libtpu"
 _EXTRAS = {"cuda": "gpu-compile", "tpu": "tpu-compile"}
 # What XLA leaves of a device's memory to itself, where nothing says otherwise.
 _FRACTION = {"cuda": 0.75, "tpu": 1.0}
-
-
 _LINE = 600  # characters of what a compiler says
 _START = "import sys; sys.path += sys.argv[2:]; from overspill.policies import ahead_compiler as c; c.main(sys.argv[1])"
 
@@ -157,7 +155,7 @@ def compile_ahead(
     place = find_target(target)
     plugin = require_compiler(place.platform)
     start = time.perf_counter()
-    module = _lower(function, args, kwargs, place.platform).compiler_ir("stablehlo")
+    module = lower(function, args, kwargs, place.platform).compiler_ir("stablehlo")
     lower_seconds = time.perf_counter() - start
     devices = int(module.operation.attributes["mhlo.num_partitions"])
     if flags is None:
@@ -260,14 +258,16 @@ def _needed(sizes: Mapping[str, int]) -> int:
     return sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"]
 
 
-def _lower(function: Any, args: tuple, kwargs: dict, platform: str) -> jax.stages.Lowered:
+def lower(function: Any, args: tuple, kwargs: dict, platform: str | None = None) -> jax.stages.Lowered:
+    """The call with both passes, lowered for the devices of its arguments, or for as many of another platform."""
     if is_step(function):
         return function.lower(*args, **kwargs, platform=platform)
     call = prepare(function, args, kwargs)
     mesh = next((s.mesh for s in call.shardings if isinstance(s, NamedSharding)), None)
     pairs = zip(call.inputs, call.shardings, strict=True)
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_beside(mesh, sharding)) for x, sharding in pairs]
-    return jax.jit(call.function).trace(inputs).lower(lowering_platforms=(platform,))
+    platforms = None if platform is None else (platform,)
+    return jax.jit(call.function).trace(inputs).lower(lowering_platforms=platforms)
 
 
 def _beside(mesh: Any, sharding: Any) -> Any:

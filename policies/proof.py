@@ -9,9 +9,8 @@ import jax
 
 from .accelerators import Target
 from .activation import Placement
-from .ahead import Ahead, check_options, compile_ahead
+from .ahead import Ahead, check_options, compile_ahead, lower
 from .ahead_compiler import describe
-from .calls import is_step, prepare
 from .counted import Census, Kind
 from .evidence import Evidence, HostBuffer, Transfer
 from .matching import Matched, match
@@ -215,11 +214,7 @@ def _compile_here(function: Any, args: tuple, kwargs: dict) -> Ahead | None:
     if device.platform == "cpu":
         return None
     start = time.perf_counter()
-    if is_step(function):
-        lowered = function.lower(*args, **kwargs)
-    else:
-        call = prepare(function, args, kwargs)
-        lowered = jax.jit(call.function).lower(call.inputs)
+    lowered = lower(function, args, kwargs)
     lower_seconds = time.perf_counter() - start
     start = time.perf_counter()
     executable = lowered.compile()

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.markup import escape
 
-from ..policies.activation import annotations, path_string
-from ..policies.axes import Layout, parse
+from ..policies.activation import path_string
+from ..policies.axes import Layout
 from ..policies.report import Table, format_bytes
 from ..policies.spaces import on_host
 from .building import abstract, parameters
@@ -23,11 +23,10 @@ from .data import Batch
 from .hf_config import from_config
 from .meshes import abstract_mesh, as_option, layout_of, make_mesh, parse_mesh, use_cpu_devices, use_cpu_only
 from .optimizer import adamw
-from .run_options import parse_placements, parse_state_memory
+from .run_options import DTYPES, check_file, idle_rules, parse_placements, parse_state_memory
 from .sharding import ShardingWarning, Shards, shards
 from .train import init_state, make_train_step
 
-_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # Nothing runs: what LLVM makes of each kernel is of no interest, XLA's own passes are.
 _FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _PARTS = {"params": "parameters", "buffers": "router biases", "opt_state": "optimizer"}
@@ -80,10 +79,9 @@ def prepare(options: Options) -> "Inspection":
 
     Raises ValueError.
     """
-    if options.dtype not in _DTYPES:
-        raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(_DTYPES)}")
-    if options.json is not None and not (parent := options.json.absolute().parent).is_dir():
-        raise ValueError(f"{str(options.json)!r} can't be written: there is no folder {str(parent)!r}")
+    if options.dtype not in DTYPES:
+        raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
+    check_file(options.json)
     count = math.prod(parse_mesh(options.mesh).values())
     use_cpu_only()
     if options.compile:
@@ -93,7 +91,7 @@ def prepare(options: Options) -> "Inspection":
             raise ValueError(f"mesh {options.mesh}: {error}; --no-compile shows shards on any number") from None
     mesh = (make_mesh if options.compile else abstract_mesh)(options.mesh)
     layout = layout_of(mesh, options.rules)
-    dtype = _DTYPES[options.dtype]
+    dtype = DTYPES[options.dtype]
     config = from_config(options.model)
     if options.sequence_length > config.max_position_embeddings:
         raise ValueError(
@@ -165,12 +163,7 @@ class Inspection:
         notes = []
         if self.plan.undeclared:
             notes.append(f"no layer declares axes for {', '.join(self.plan.undeclared)}: whole on every device")
-        reached = {name for row in self.plan.rows for name in _names(row.axes)}
-        reached |= {name for row in annotations(self.model) for name in _names(row.activation.axes)}
-        # Of the presets many reach nothing in one model or another; a rule of one's own should.
-        idle = [name for name in (rule.partition("=")[0].strip() for rule in self.options.rules) if name not in reached]
-        notes += [f"the rule for {name!r} reaches no array and no activation of this model" for name in idle]
-        return notes
+        return notes + idle_rules(self.options.rules, self.plan, self.model)
 
     def state(self) -> list[StatePart]:
         """What the training state weighs: that of `overspill train`, with AdamW and float32 master weights."""
@@ -238,7 +231,3 @@ class Inspection:
                 "collectives": self.collectives.as_json(),
             }
         return out
-
-
-def _names(axes: str | None) -> set[str]:
-    return set() if axes is None else {name for dim in parse(axes) for name in dim.names}

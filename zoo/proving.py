@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..policies.accelerators import Target, target as find_target
-from ..policies.activation import annotations
 from ..policies.ahead import CompileError, require_compiler
-from ..policies.axes import Layout, parse
+from ..policies.axes import Layout
 from ..policies.flags import FRACTION, LIBTPU, XLA
 from ..policies.placing import presets
 from ..policies.proof import examine
@@ -30,12 +29,11 @@ from .hf_config import from_config
 from .meshes import abstract_mesh, as_option, layout_of, parse_mesh, use_cpu_only
 from .optimizer import adamw
 from .proving_report import Outcome, Report, fitted
-from .run_options import parse_placements, parse_segments, parse_state_memory
+from .run_options import DTYPES, check_file, idle_rules, parse_placements, parse_segments, parse_state_memory
 from .sharding import ShardingWarning, shards
 from .state import TrainState, init_state
 from .train import Step, make_train_step
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 _LENGTH = 4096  # tokens of a sequence, where a model has that many positions
 _EXPERT_DEVICES = 8  # tokens travel to experts within so many devices at most, where nothing else is said
 
@@ -127,11 +125,7 @@ def prepare(options: Options) -> "Family":
     use_cpu_only()
     if options.dtype not in DTYPES:
         raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
-    if (path := options.json) is not None:
-        if path.is_dir():
-            raise ValueError(f"{str(path)!r} can't be written: it is a folder")
-        if not (parent := path.absolute().parent).is_dir():
-            raise ValueError(f"{str(path)!r} can't be written: there is no folder {str(parent)!r}")
+    check_file(options.json)
     config = shortened(from_config(options.model), options.layers)
     layout = _layout(options, config, place)
     place.topology(layout.mesh.size)  # raises for so many devices as don't come together
@@ -281,11 +275,7 @@ class Family:
 
     def remarks(self) -> list[str]:
         """Rules of the command line that reach nothing."""
-        axes = [row.axes for row in shards(self.model, self.layout).rows]
-        axes += [row.activation.axes for row in annotations(self.model)]
-        reached = {name for one in axes if one is not None for dim in parse(one) for name in dim.names}
-        idle = [name for name in (rule.partition("=")[0].strip() for rule in self.options.rules) if name not in reached]
-        return [f"the rule for {name!r} reaches no array and no activation of this model" for name in idle]
+        return idle_rules(self.options.rules, shards(self.model, self.layout), self.model)
 
     def as_json(self) -> dict[str, Any]:
         """What was asked for, as plain values."""

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..policies.axes import Layout
 from ..policies.placing import place
@@ -13,7 +14,9 @@ from . import checkpoint_io
 from .building import parameters
 from .data import PackedDataset
 from .meshes import as_option
-from .sharding import shards
+from .sharding import Shards, reached, shards
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}  # what a model computes in, by the option's text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +72,24 @@ def check_output(out: pathlib.Path) -> None:
             if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
                 raise ValueError(f"output folder {str(out)!r} can't be made: {str(parent)!r} is no writable folder")
             return
+
+
+def check_file(path: pathlib.Path | None) -> None:
+    """Raises ValueError unless a file can be written at `path`, if one is to be."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} can't be written: it is a folder")
+    if not (parent := path.absolute().parent).is_dir():
+        raise ValueError(f"{str(path)!r} can't be written: there is no folder {str(parent)!r}")
+
+
+def idle_rules(rules: tuple[str, ...], plan: Shards, model: Any) -> list[str]:
+    """A line for each rule of one's own that reaches nothing: of the presets many do, in one model or another."""
+    found = reached(plan, model)
+    names = (rule.partition("=")[0].strip() for rule in rules)
+    return [f"the rule for {name!r} reaches no array and no activation of this model" for name in names
+            if name not in found]  # fmt: skip
 
 
 def parse_state_memory(texts: tuple[str, ...]) -> dict[str, str]:

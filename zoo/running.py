@@ -30,6 +30,7 @@ from .loop import Record, TrainingDiverged, train
 from .meshes import layout_of, make_mesh, use_cpu_devices, use_cpu_only
 from .optimizer import adamw, warmup_cosine
 from .run_options import (
+    DTYPES,
     Options,
     check_memory,
     check_mesh,
@@ -44,7 +45,6 @@ from .sharding import shards
 from .train import Step, TrainState, init_state, make_train_step
 
 _VALIDATION_BATCHES = 16
-_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def prepare(options: Options) -> "Run":
@@ -61,8 +61,8 @@ def prepare(options: Options) -> "Run":
         place = layout_of(make_mesh(options.mesh), options.rules)
     elif options.rules:
         raise ValueError(f"rule {options.rules[0]!r} says how to cut over a mesh: give --mesh too")
-    if options.dtype not in _DTYPES:
-        raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(_DTYPES)}")
+    if options.dtype not in DTYPES:
+        raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
     if not 0 < options.learning_rate < float("inf"):
         raise ValueError(f"learning rate {options.learning_rate} must be more than 0")
     out = options.out
@@ -199,7 +199,7 @@ class Run:
 
     def _begin(self) -> tuple[Step, TrainState]:
         options = self.options
-        dtype = _DTYPES[options.dtype]
+        dtype = DTYPES[options.dtype]
         optimizer = adamw(warmup_cosine(options.learning_rate, steps=options.steps))
         weights, run_key = jax.random.split(jax.random.key(options.seed))
         # Weights are drawn once, as the state: what the step holds is the skeleton.

@@ -20,6 +20,8 @@ from .. import __version__
 from ..policies.accelerators import target, targets
 from ..policies.flags import xla_flags
 from ..policies.report import Table, format_bytes
+from .artifacts import write_text
+from .run_options import check_file
 from .selftest_gradients import GradientTest, cases, first_line
 from .selftest_links import MIB, Rates, largest_rates, measure_links, measure_matmul
 from .selftest_models import FAMILIES
@@ -47,11 +49,7 @@ def prepare(options: Options) -> "SelfTest":
         for name in chosen:
             if name not in known:
                 raise ValueError(f"no {what} of the self-test is called {name!r}: there are {', '.join(known)}")
-    if options.json is not None:
-        if options.json.is_dir():
-            raise ValueError(f"{str(options.json)!r} can't be written: it is a folder")
-        if not (parent := options.json.absolute().parent).is_dir():
-            raise ValueError(f"{str(options.json)!r} can't be written: there is no folder {str(parent)!r}")
+    check_file(options.json)
     return SelfTest(options)
 
 
@@ -106,7 +104,7 @@ class SelfTest:
         console.print(self.verdict, markup=False, style="bold")
         if self.options.json is not None:
             text = json.dumps(_finite(self.as_json()), indent=1, allow_nan=False)
-            self.options.json.write_text(text + "\n")
+            write_text(self.options.json, text + "\n")
             console.print(f"written to {escape(str(self.options.json))}")
         return 1 if self.failures else 0
 

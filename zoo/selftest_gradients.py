@@ -124,7 +124,7 @@ class Ready:
     def __call__(self, *args: Any) -> Any:
         return self._compiled(*args)
 
-    def lower(self, *args: Any) -> "Ready":
+    def lower(self, *args: Any, platform: str | None = None) -> "Ready":
         return self
 
     def compile(self) -> Any:

@@ -272,20 +272,21 @@ def shard(tree: T, mesh: Mesh | AbstractMesh | Layout, rules: Rules | None = Non
     return jax.tree_util.tree_map_with_path(move, tree)
 
 
+def reached(plan: Shards, model: PyTree) -> set[str]:
+    """The logical axes that arrays and activations of a model have: what rules can reach."""
+    axes = [row.axes for row in plan.rows] + [row.activation.axes for row in annotations(model)]
+    return {name for one in axes if one is not None for dim in parse(one) for name in dim.names}
+
+
 def _warn_of_idle(plan: Shards, model: PyTree) -> None:
-    reached = {name for row in plan.rows for name in _names(row.axes)}
-    reached |= {name for row in annotations(model) for name in _names(row.activation.axes)}
-    idle = [name for name in plan.layout.table if name not in reached]
+    found = reached(plan, model)
+    idle = [name for name in plan.layout.table if name not in found]
     if idle:
         warnings.warn(
             f"rules that reach no array and no activation of {type(model).__name__}: {', '.join(map(repr, idle))}",
             ShardingWarning,
             stacklevel=3,
         )
-
-
-def _names(axes: str | None) -> set[str]:
-    return set() if axes is None else {name for dim in parse(axes) for name in dim.names}
 
 
 def _memory_kind(leaf: Any, sharding: NamedSharding) -> str | None:

@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from .ahead import Ahead as Ahead, CompileError as CompileError, compile_ahead as compile_ahead
     from .counted import Census as Census
     from .flags import Flags as Flags, xla_flags as xla_flags
+    from .machines import Hardware as Hardware, hardware as hardware, hardwares as hardwares
     from .placing import place as place, presets as presets
+    from .planned import Plan as Plan
+    from .planner import plan as plan
     from .proof import OffloadNotApplied as OffloadNotApplied, Proof as Proof, examine as examine, prove as prove
     from .remat import checkpoint as checkpoint, policy as policy
     from .residuals import (
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
         census as census,
         check as check,
     )
+    from .solving import Infeasible as Infeasible
 
 # Loaded on first use, so that importing a single layer stays light.
 _ROOMS = {
@@ -42,6 +46,12 @@ _ROOMS = {
     "compile_ahead": "ahead",
     "Target": "accelerators",
     "targets": "accelerators",
+    "Hardware": "machines",
+    "hardware": "machines",
+    "hardwares": "machines",
+    "Plan": "planned",
+    "plan": "planner",
+    "Infeasible": "solving",
     "Flags": "flags",
     "xla_flags": "flags",
 }

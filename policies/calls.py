@@ -1,14 +1,14 @@
 """A call to be looked at: its activations named, its arrays apart from the rest, and both passes in one function."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .activation import Activation, Annotation, annotations, map_activations, named, path_string
+from .activation import Activation, Annotation, Placement, annotations, map_activations, named, path_string
 from .jaxprs import Program, has_backward, names_in
 from .remat import Checkpointed
 from .spaces import typed
@@ -64,7 +64,28 @@ def prepare(function: Callable[..., Any], args: tuple, kwargs: dict) -> Call:
         return _prepare(*call, holders)
 
 
-def _prepare(function: Any, args: tuple, kwargs: dict, holders: list[list[Annotation]]) -> Call:
+def plain(function: Callable[..., Any], args: tuple, kwargs: dict) -> Call:
+    """The call `function(*args, **kwargs)` as it is, its activations named, without a backward pass of its own."""
+    function, args, kwargs, holders = _name_arguments(function, args, kwargs, apart=True)
+    call, leaves, labels = _flattened(function, args, kwargs)
+    closed = jax.make_jaxpr(call)(leaves)
+    return Call(call, leaves, labels, _rows(holders, names_in(closed.jaxpr)), closed)
+
+
+def placed(function: Any, args: tuple, kwargs: dict, placements: Mapping[str, Placement]) -> tuple[Any, tuple, dict]:
+    """A call with its activations placed as `placements` say, by the names that they have in the traced program."""
+    function, args, kwargs, _ = _name_arguments(function, args, kwargs, apart=True)
+
+    def edit(path: str, node: Activation) -> Activation:
+        place = placements.get(node.path or path)
+        return node if place is None else dataclasses.replace(node, placement=place)
+
+    function, args, kwargs = (map_activations(edit, part) for part in (function, args, kwargs))
+    return function, args, kwargs
+
+
+def _flattened(function: Any, args: tuple, kwargs: dict) -> tuple[Callable[..., Any], list[Any], list[str | None]]:
+    """A call as a function of a list of arrays, these, and what each is called."""
     arrays, static = eqx.partition((function, args, kwargs), _is_array)
     flat, treedef = jax.tree_util.tree_flatten_with_path(arrays)
     leaves = [leaf for _, leaf in flat]
@@ -76,6 +97,11 @@ def _prepare(function: Any, args: tuple, kwargs: dict, holders: list[list[Annota
         function, args, kwargs = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
         return [x for x in jax.tree.leaves(function(*args, **kwargs)) if eqx.is_array(x)]
 
+    return call, leaves, labels
+
+
+def _prepare(function: Any, args: tuple, kwargs: dict, holders: list[list[Annotation]]) -> Call:
+    call, leaves, labels = _flattened(function, args, kwargs)
     plain = jax.make_jaxpr(call)(leaves)
     rows = _rows(holders, names_in(plain.jaxpr))
     if has_backward(plain.jaxpr):

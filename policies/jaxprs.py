@@ -163,7 +163,7 @@ class Program:
             for v, label, placed in itertools.zip_longest(closed.jaxpr.invars, arguments, shardings)
         ]
         consts = [Value(v.aval, constant=True) for v in closed.jaxpr.constvars]
-        self._run(closed.jaxpr, consts, inputs, transposed=False)
+        self.outputs = self._run(closed.jaxpr, consts, inputs, transposed=False)
 
     @property
     def kept(self) -> list[Value]:

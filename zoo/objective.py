@@ -89,6 +89,10 @@ class Objective:
         total = loss + self.mtp_weight * mtp_loss + self.balance_weight * balance_loss
         return total, Sums(total, loss, mtp_loss, balance_loss, losses.count, load)
 
+    def loss(self, params: dict, buffers: dict, batch: Batch) -> Array:
+        """The loss of a batch, or of a micro-batch on its own."""
+        return self._parts(params, buffers, batch, None)[0]
+
     def gradients(self, params: dict, buffers: dict, batch: Batch) -> tuple[dict[str, Array], Sums]:
         """The gradient of a batch's loss, on the device and cut like the parameters, and the loss's parts.
 

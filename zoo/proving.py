@@ -122,13 +122,22 @@ def prepare(options: Options) -> "Family":
     """
     place = find_target(options.target)
     require_compiler(place.platform)
+    check_file(options.json)
+    return assemble(options, place, one_host(place))
+
+
+def assemble(options: Options, place: Target | None, per_host: int) -> "Family":
+    """The steps that are asked for, for a target or for hardware that nothing can be compiled for (None).
+
+    Raises ValueError.
+    """
     use_cpu_only()
     if options.dtype not in DTYPES:
         raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
-    check_file(options.json)
     config = shortened(from_config(options.model), options.layers)
-    layout = _layout(options, config, place)
-    place.topology(layout.mesh.size)  # raises for so many devices as don't come together
+    layout = _layout(options, config, per_host)
+    if place is not None:
+        place.topology(layout.mesh.size)  # raises for so many devices as don't come together
     length = options.sequence_length or min(_LENGTH, config.max_position_embeddings)
     if length > config.max_position_embeddings:
         raise ValueError(
@@ -150,14 +159,14 @@ def prepare(options: Options) -> "Family":
     return family
 
 
-def _layout(options: Options, config: Config, place: Target) -> Layout:
+def _layout(options: Options, config: Config, per_host: int) -> Layout:
     text = options.mesh
     if text:
         have = math.prod(parse_mesh(text).values())
         if options.devices not in (None, have):
             raise ValueError(f"--mesh {text} has {have} devices and --devices says {options.devices}: give one of both")
     else:
-        text = choose_mesh(config, options.devices or one_host(place))
+        text = choose_mesh(config, options.devices or per_host)
     return layout_of(abstract_mesh(text), options.rules)
 
 
@@ -173,8 +182,8 @@ class Family:
     """
 
     def __init__(
-        self, options: Options, place: Target, config: Config, layout: Layout, batch_size: int, sequence_length: int,
-        models: Mapping[str, Any],
+        self, options: Options, place: Target | None, config: Config, layout: Layout, batch_size: int,
+        sequence_length: int, models: Mapping[str, Any],
     ):  # fmt: skip
         self.options, self.place, self.config, self.layout = options, place, config, layout
         self.batch_size, self.sequence_length, self.models = batch_size, sequence_length, models

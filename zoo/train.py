@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..layers.embedding import check_tokens
 from ..layers.loss import IGNORED
-from ..policies.activation import Placement, path_string
+from ..policies.activation import Placement, map_activations, path_string
 from ..policies.axes import Layout, use
 from ..policies.remat import checkpoint as apply_annotations
 from ..policies.spaces import typed
@@ -155,6 +156,12 @@ class Step:
     def compilations(self) -> int:
         return self._program.compilations
 
+    @property
+    def rows_at_least(self) -> int:
+        """The fewest sequences that can be cut into equal micro-batches and over the mesh."""
+        place = self._options.layout
+        return self.accumulate * (1 if place is None else place.size(place.axes("batch")))
+
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step. `state` is donated: use the returned one. `batch` holds NumPy or JAX arrays.
 
@@ -171,15 +178,51 @@ class Step:
 
         `platform` ("cuda", "tpu") lowers for devices of another kind, as many of them: then a mesh needs no devices.
         """
+        return self._program.lower(*self.settled(state, batch), platform)
+
+    def settled(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """Abstract arguments with the shardings and memory kinds that the compiled step takes them in."""
         self._check(state)
         self._check_batch(batch, self._objective.accumulate)
-        return self._program.lower(*self._program.settle(self._settle(state), batch), platform)
+        return self._program.settle(self._settle(state), batch)
+
+    @property
+    def accumulate(self) -> int:
+        """Into how many micro-batches a batch is split."""
+        return self._objective.accumulate
 
     def trace(self, state: TrainState, batch: Batch) -> Any:
         """The step's jaxpr."""
         state = self._settle(state)
         shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), state)
         return jax.make_jaxpr(lambda s, b: self.raw(jax.tree.map(typed, s, shardings), b))(state, batch)
+
+    def differentiated(self, state: TrainState, batch: Batch) -> tuple[Callable[..., Array], dict, tuple]:
+        """What the step differentiates, to be traced: a micro-batch's loss, the parameters, and what else it takes.
+
+        `loss(parameters, rest)` is a number.
+        """
+        state, parts = self._settle(state), self._objective.accumulate
+        shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), (state.params, state.buffers))
+        rows = batch.tokens.shape[0]
+
+        def micro(x: Any) -> Any:
+            count = x.shape[0] // parts if x.shape[0] == rows else x.shape[0]
+            return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
+
+        def loss(params: dict, rest: tuple) -> Array:
+            buffers, part = rest
+            params, buffers = jax.tree.map(typed, (params, buffers), shardings)
+            return self._objective.loss(params, buffers, part)
+
+        return functools.partial(self._over_mesh, loss), state.params, (state.buffers, jax.tree.map(micro, batch))
+
+    def placed(self, placements: Mapping[str, Placement]) -> "Step":
+        """The same step with activations placed elsewhere, by their paths."""
+        model = map_activations(
+            lambda path, node: dataclasses.replace(node, placement=placements.get(path, node.placement)), self.model
+        )
+        return Step(dataclasses.replace(self._objective, model=model), self._optimizer, self._options)
 
     def _settle(self, state: TrainState) -> TrainState:
         rules = self._options.state_memory
@@ -241,7 +284,7 @@ class Step:
         """The step as a plain function of arrays: forward, backward, update. Nothing is donated."""
         return self._over_mesh(self._run, state, batch, jax.tree.map(_spec, state))
 
-    def _over_mesh(self, function: Callable[..., Any], state: TrainState, batch: Batch, *specs: Any) -> Any:
+    def _over_mesh(self, function: Callable[..., Any], first: Any, second: Any, *specs: Any) -> Any:
         place = self._options.layout
         with contextlib.ExitStack() as stack:
             stack.enter_context(use(place))
@@ -250,7 +293,7 @@ class Step:
                 function = jax.sharding.auto_axes(function, out_sharding=out)
                 if jax.sharding.get_abstract_mesh().empty:  # traced by `census`, say
                     stack.enter_context(jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh))
-            return function(state, batch)
+            return function(first, second)
 
     def _run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         options = self._options

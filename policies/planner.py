@@ -1,0 +1,246 @@
+"""The planner: the placement of every activation with which a step takes the least time, within the memory there is."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .activation import Placement
+from .ahead import check_options
+from .assembling import Assembly, products
+from .blocks import read_blocks
+from .costs import Cost, expert_fill, total
+from .flags import FRACTION, POOL, xla_flags
+from .liveness import Footprint, footprint
+from .machines import Hardware, hardware as find_hardware
+from .planned import Plan
+from .pricing import Prices
+from .problem import Decision, Limits, Problem
+from .programs import Program
+from .scaling import largest, stretched
+from .solving import solve
+from .spaces import HOST_MEMORY
+from .staging import Reference, phases
+
+_PIECES = 4  # groups of layers in a stack, where nothing else is said
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a plan is made for, besides the program; see `plan`."""
+
+    hardware: Hardware
+    device_bytes: int | float | None = None
+    host_bytes: int | float | None = None
+    pinned_bytes: int | float | None = None
+    reserved_bytes: int | float = 0.0
+    segments: int | None = None
+    pipelined: bool = True
+    dtype: str | None = None
+    fused_attention: bool = False
+
+
+def plan(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    hardware: str | Hardware,
+    device_bytes: int | float | None = None,
+    host_bytes: int | float | None = None,
+    pinned_bytes: int | float | None = None,
+    reserved_bytes: int | float = 0.0,
+    segments: int | None = None,
+    layers: int | None = None,
+    pipelined: bool = True,
+    dtype: str | None = None,
+    fused_attention: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Where each activation of `function(*args, **kwargs)` should wait, so that a step takes the least time.
+
+    Everything is read from the program: what each activation weighs, what computing it again takes, from which others.
+    The choice among device, host and recomputation is exact for that model of the step (`policies.problem.Problem`).
+    Only traces: nothing is computed or compiled.
+
+    **Arguments:**
+
+    - `function`: a training step of `zoo.make_train_step`, with the mesh it was made for; or a loss, or an annotated
+        layer on its own. What runs under `policies.checkpoint` is what is planned; a function without one as a whole.
+    - `args`, `kwargs`: its arguments, concrete or abstract.
+    - `hardware`: a name of `policies.hardwares()`, or an entry, such as one with what `overspill selftest` measured.
+    - `device_bytes`, `host_bytes`, `pinned_bytes`: limits for one device; by default what a program gets of its memory
+        with `policies.xla_flags`, its share of the host's memory, and of the pool of pinned memory that those flags ask
+        for.
+    - `reserved_bytes`: of device memory, for what the function doesn't show: an optimizer's state, for a loss.
+    - `segments`: into how many groups of layers, at most, each stack may be cut, each placed on its own. By default
+        4 for a training step, and those that there are for anything else.
+    - `layers`: how often a single layer runs, one after the other, where `function` is one.
+    - `pipelined`: whether a layer's transfers run beside other layers' computation, as with `policies.xla_flags`. False
+        has everything wait for them.
+    - `dtype`: the number format of products, where it is another than the program's, such as `"float8"`.
+    - `fused_attention`: counts attention's time as that of a fused kernel, which keeps scores on the chip and leaves
+        out what the causal mask hides.
+
+    Raises `Infeasible`, a ValueError, when nothing fits: it says by how much. ValueError for other arguments that can't
+    be, TypeError where an option might be meant for the function.
+    """
+    given = dict(hardware=True, device_bytes=device_bytes, host_bytes=host_bytes, pinned_bytes=pinned_bytes,
+                 segments=segments, layers=layers, dtype=dtype)  # fmt: skip
+    check_options(function, [name for name, value in given.items() if value is not None])
+    options = Options(
+        find_hardware(hardware), device_bytes, host_bytes, pinned_bytes, reserved_bytes, segments, pipelined,
+        dtype, fused_attention,
+    )  # fmt: skip
+    return Planner(options, Program(function, args, kwargs, layers)).plan()
+
+
+class Planner:
+    """A program, read once, and plans for it."""
+
+    def __init__(self, options: Options, program: Program):
+        _check(options)
+        self.options, self.program, self.hardware = options, program, options.hardware
+        start = time.perf_counter()
+        mesh = program.mesh
+        self.devices = 1 if mesh is None else mesh.size
+        inner = 1 if mesh is None else [*mesh.shape.values()][-1]
+        self.prices = Prices(self.hardware, self.devices, inner, options.dtype, options.fused_attention)
+        blocks = read_blocks(program, devices=self.devices, platform=self.hardware.platform)
+        pieces = _PIECES if options.segments is None and program.is_step else options.segments
+        self.assembly = Assembly(program, blocks, self.prices, pieces)
+        self._whole: Cost | None = None
+        self.read_seconds = time.perf_counter() - start
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """What is solved."""
+        start = time.perf_counter()
+        problem = self._build()
+        self.read_seconds += time.perf_counter() - start
+        return problem
+
+    @functools.cached_property
+    def references(self) -> tuple[Reference, ...]:
+        """The step's memory with all recomputed, kept on the device, and moved to the host, as far as that can be."""
+        return tuple(Reference(decision, self._simulated(decision)) for decision in self._decisions())
+
+    def plan(self) -> Plan:
+        """The best plan. Raises Infeasible."""
+        problem, start = self.problem, time.perf_counter()
+        decision = solve(problem)
+        return self.as_plan(decision, time.perf_counter() - start)
+
+    def as_plan(self, decision: Decision, solve_seconds: float = 0.0) -> Plan:
+        """A decision with all that follows from it."""
+        return Plan(
+            problem=self.problem,
+            decision=decision,
+            hardware=self.hardware,
+            devices=self.devices,
+            stacks=tuple(self.program.stacks),
+            fixed=self.assembly.unneeded(),
+            tokens=None if (batch := self.program.batch) is None else math.prod(batch.tokens.shape),
+            model_flops=self.model_flops,
+            dtype=self.options.dtype or self.assembly.format,
+            solve_seconds=solve_seconds,
+            read_seconds=self.read_seconds,
+            footprint=self.references[0].footprint,
+        )
+
+    def largest_batch(self) -> int:
+        """The most sequences of a step, in as many micro-batches, with which some decision fits; 0 where none does.
+
+        Read from the program with two batches: times and sizes of others are taken to lie on the line through these.
+        Raises ValueError unless the program is a training step.
+        """
+        if not self.program.is_step:
+            raise ValueError("the largest batch is a training step's: a loss or a layer doesn't say what its rows are")
+        rows, unit = self.program.batch.tokens.shape[0], self.program.function.rows_at_least
+        large = Planner(self.options, self.program.resized(2 * rows)).problem
+        return unit * largest(lambda parts: stretched(self.problem, large, parts * unit / rows - 1))
+
+    def state_bytes(self, part: str) -> int:
+        """Bytes on one device of a part of a training state, such as `opt_state`; 0 for anything else than a step."""
+        return round(self.program.bytes_in("device", part)) if self.program.is_step else 0
+
+    def _build(self) -> Problem:
+        options, assembly = self.options, self.assembly
+        gradients = self.program.gradients(np.dtype(assembly.format).itemsize)
+        rates = self.hardware.rates(both=False)
+        return Problem(
+            groups=assembly.groups,
+            phases=tuple(
+                dataclasses.replace(phase, fixed=phase.fixed + options.reserved_bytes)
+                for phase in phases(assembly.groups, self.references, gradients)
+            ),
+            limits=self._limits(),
+            outside_seconds=assembly.outside_seconds(self.outside),
+            host_fixed_bytes=self.program.bytes_in(HOST_MEMORY),
+            out_rate=rates[0],
+            in_rate=rates[1],
+            pipelined=options.pipelined,
+            repeats=self.program.micro_batches,
+        )
+
+    def _decisions(self) -> list[Decision]:
+        """The decisions that memory is simulated under: everything recomputed, kept on the device, and on the host.
+
+        What can't be so stays on the device. The first is the base, and the number of products is counted with it.
+        """
+        return [
+            tuple(
+                tuple(place if place in item.placements else Placement.DEVICE for item in group.items)
+                for group in self.assembly.groups
+            )
+            for place in (Placement.RECOMPUTE, Placement.DEVICE, Placement.HOST)
+        ]
+
+    def _simulated(self, decision: Decision) -> Footprint:
+        """What a step's memory comes to, from its own program."""
+        closed, shardings, donated = self.program.trace(self.assembly.placements(decision))
+        if self._whole is None:
+            fill = expert_fill(closed.jaxpr)
+            self._whole = total(closed.jaxpr, devices=self.devices, platform=self.hardware.platform, fill=fill)
+        return footprint(closed, shardings, platform=self.hardware.platform, donated=donated)
+
+    @property
+    def outside(self) -> Cost:
+        """Products of a step in no block, such as the head's."""
+        decision = self.references[0].decision
+        return self.assembly.outside(self._whole, decision)
+
+    @property
+    def model_flops(self) -> float:
+        """Products of a step on one device, in floating-point operations, nothing computed again."""
+        return self.assembly.flops + products(self.outside)
+
+    def _limits(self) -> Limits:
+        options, place = self.options, self.hardware
+        fraction, pool = 1.0, math.inf
+        if place.platform == "cuda":
+            fraction = float(xla_flags(place.target).environment()[FRACTION]) if place.target else 0.92
+            whole = place.host_bytes * 3 // 4
+            if place.target:
+                whole = int(xla_flags(place.target).environment()[POOL]) * 2**30
+            pool = whole / place.devices_per_host
+        return Limits(
+            place.device_bytes * fraction if options.device_bytes is None else options.device_bytes,
+            place.host_bytes_per_device if options.host_bytes is None else options.host_bytes,
+            pool if options.pinned_bytes is None else options.pinned_bytes,
+        )
+
+
+def _check(options: Options) -> None:
+    for name in ("device_bytes", "host_bytes", "pinned_bytes", "reserved_bytes"):
+        value = getattr(options, name)
+        if value is not None and not (isinstance(value, int | float) and value >= 0):
+            raise ValueError(f"{name} is {value!r}: a limit is 0 bytes or more")
+    value = options.segments
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"segments is {value!r}: a whole number of 1 or more is needed")
+    if options.dtype is not None:
+        options.hardware.peak(options.dtype)  # raises for one that it has no peak for

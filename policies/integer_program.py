@@ -5,9 +5,13 @@ without limits on memory the program is a minimum cut, whose relaxation is integ
 limits and the pipeline's maxima to settle.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -307,13 +311,37 @@ class Program:
                 self._row({column: 1.0} | {c: -w * scale for c, w in weights.items() if w}, (constant - least) * scale)
 
 
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps what HiGHS prints of its own debugging, whatever it is told, out of standard output."""
+    try:
+        flush = ctypes.CDLL(None).fflush
+        flush.argtypes = [ctypes.c_void_p]
+        sys.stdout.flush()
+        flush(None)
+        kept = os.dup(1)
+    except (OSError, AttributeError, TypeError, ValueError):  # no such library, or no standard output
+        yield
+        return
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _minimum(
     cost: np.ndarray, integrality: np.ndarray, bounds: Bounds, rows: LinearConstraint, beside: Number, nodes: int
 ) -> np.ndarray | None:
     """The columns of the least cost; where that takes too many nodes, about within `_GAP` of it and `beside`."""
 
     def run(**options: Any) -> OptimizeResult:
-        return milp(cost, integrality=integrality, bounds=bounds, constraints=rows, options=options)
+        with _silent():
+            return milp(cost, integrality=integrality, bounds=bounds, constraints=rows, options=options)
 
     found = run(mip_rel_gap=0.0, node_limit=nodes)
     if found.status not in (0, 2):

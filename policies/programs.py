@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -99,6 +99,11 @@ class Program:
     def batch(self) -> Any:
         """The batch of a training step; None where that can't be told."""
         return next((a for a in (*self.args, *self.kwargs.values()) if hasattr(a, "tokens")), None)
+
+    def resegmented(self, boundaries: Sequence[int]) -> "Program":
+        """The same training step with its layers cut into segments at `boundaries`."""
+        step, state = self.function.resegmented(boundaries, self.state)
+        return Program(step, (state, self.batch), {})
 
     def resized(self, rows: int) -> "Program":
         """The same training step with a batch of so many sequences."""

@@ -25,7 +25,7 @@ def test_example_runs(example, tmp_path):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 9
     assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 18
 
 

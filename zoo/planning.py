@@ -109,7 +109,7 @@ class Planning:
         say(f"read and solved in {time.perf_counter() - start:.1f} s ({plan.solve_seconds:.2f} s to choose)")
         for part in (plan, plan.explain(), plan.alternatives()):
             console.print(part)
-        out = {"overspill": __version__, "asked": self._asked(), "plan": plan.as_json()}
+        out: dict[str, Any] = {}
         if self.options.frontier:
             with console.status("the frontier"):
                 table = frontier_table(plan)
@@ -132,6 +132,7 @@ class Planning:
             plan.plot().savefig(self.options.plot)
             say(f"drawn to {self.options.plot}")
         if self.options.json is not None:
+            out = {"overspill": __version__, "asked": self._asked(), "plan": plan.as_json(), **out}
             write_text(self.options.json, json.dumps(out, indent=1, default=str) + "\n")
             say(f"written to {self.options.json}")
         return code
@@ -224,7 +225,7 @@ def compared(plan: Plan, proof: Proof) -> Table:
     return Table(("one device", "predicted", "compiled", "ratio"), rows, title="Predicted and compiled", footer=footer)
 
 
-def _ratio(mine: float, theirs: float) -> str:
+def _ratio(mine: int, theirs: int) -> str:
     if not theirs:
         return "equal" if not mine else "-"
     return "equal" if mine == theirs else f"{mine / theirs:.4f}"

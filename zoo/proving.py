@@ -261,7 +261,8 @@ class Family:
         return code or int(report.failed)
 
     def _where(self) -> str:
-        return f"{self.layout.mesh.size:,} x {self.place.description}"
+        kind = "devices" if self.place is None else self.place.description
+        return f"{self.layout.mesh.size:,} x {kind}"
 
     def head(self) -> list[str]:
         """What is compiled, and for what."""

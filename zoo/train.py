@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -21,6 +21,7 @@ from ..policies.axes import Layout, use
 from ..policies.remat import checkpoint as apply_annotations
 from ..policies.spaces import typed
 from .balancing import balanced, some
+from .building import resegment
 from .compiled import Program
 from .data import Batch
 from .memory import StateMemory, fetch, memory_of, put_back, settle
@@ -223,6 +224,12 @@ class Step:
             lambda path, node: dataclasses.replace(node, placement=placements.get(path, node.placement)), self.model
         )
         return Step(dataclasses.replace(self._objective, model=model), self._optimizer, self._options)
+
+    def resegmented(self, boundaries: Sequence[int], state: TrainState) -> tuple["Step", TrainState]:
+        """The same step, and a state that goes with it, with the model's layers cut into segments at `boundaries`."""
+        model = resegment(self.model, boundaries)
+        step = Step(dataclasses.replace(self._objective, model=model), self._optimizer, self._options)
+        return step, resegment(state, boundaries, model=self.model)
 
     def _settle(self, state: TrainState) -> TrainState:
         rules = self._options.state_memory

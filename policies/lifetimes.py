@@ -1,0 +1,263 @@
+"""Which results of a program are in memory, and from where to where.
+
+What the compilers do beyond the order of the program is told here: XLA for GPUs has a latency-hiding scheduler, which
+puts collectives and matrix products where their results are needed, and fills and fetches early.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from .buffers import Buffers
+from .operations import Op, is_fill
+
+# Elementwise but for where they put an element: what they write can't be where they read.
+_MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
+
+
+@dataclasses.dataclass(eq=False)
+class Buffer:
+    op: Op
+    bytes: int
+    begin: int
+    end: int
+
+
+def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
+    ops = program.ops
+    made = _made(program)
+    tpu = program.platform == "tpu"
+    last, begins, inside = _uses(ops, made, tpu)
+    carries = {
+        id(_root(op.inputs[0])): op.target
+        for op in ops
+        if op.kind == "yield" and op.inputs and op.target.kind == "carry"
+    }
+    if not tpu:
+        _begin_fills(program, made, begins, last)
+        _keep_fills(program, made, last)
+    taken = _in_place_results(program, donated)
+    buffers: dict[int, Buffer] = {}
+
+    def buffer_of(op: Op) -> Buffer | None:
+        while op.kind == "alias":
+            op = op.inputs[0]
+        return buffers.get(id(op))
+
+    found = []
+    for op in ops:
+        if id(op) not in made or op.host or op.kind in ("argument", "alias") or not op.bytes or id(op) in taken:
+            continue
+        end = last.get(id(op), -1)
+        if end < 0:
+            continue
+        begin = begins.get(id(op), op.time)
+        shared = _shares(op, begin, buffer_of, tpu)
+        carry = carries.get(id(op))
+        if carry is not None and id(carry) in buffers and carry.loop in op.loops and inside.get(id(carry), -1) <= begin:
+            shared = buffers[id(carry)]  # a loop's step leaves its result where it found what it began with
+        if shared is not None:
+            shared.end = max(shared.end, end)
+            buffers[id(op)] = shared
+            continue
+        buffers[id(op)] = buffer = Buffer(op, op.bytes, begin, max(begin, end))
+        found.append(buffer)
+    return found
+
+
+def _root(op: Op) -> Op:
+    while op.kind == "alias":
+        op = op.inputs[0]
+    return op
+
+
+def _made(program: Buffers) -> set[int]:
+    """The operations whose result is in memory."""
+    made: set[int] = set()
+    tpu = program.platform == "tpu"
+
+    def ask(op: Op) -> None:
+        made.add(id(_root(op)))
+
+    def sinks(op: Op) -> bool:
+        """Whether it is made inside the loop that reads it: XLA for TPUs does so with what is only spread out."""
+        op = _root(op)
+        return tpu and (is_fill(op) or (op.kind == "fused" and op.bytes > 2 * sum(s.bytes for s in op.inputs)))
+
+    for op in program.ops:
+        if op.kind in ("argument", "hard", "collective", "in place", "carry", "stack", "reduce", "copy"):
+            made.add(id(op))
+        if op.kind in ("hard", "collective", "in place", "need", "yield", "carry", "result", "copy"):
+            for source in op.inputs:
+                if op.kind in ("need", "carry") and sinks(source):
+                    continue
+                if _root(source).kind != "constant" or op.kind in ("need", "result"):
+                    ask(source)
+        elif op.loops and op.kind in ("fused", "reduce"):
+            for source in op.inputs:
+                if _root(source).loops != op.loops and not is_fill(source) and not sinks(source):
+                    ask(source)
+    return made
+
+
+def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """For each value the last place where it is read, through all that is fused or is its alias; and of what isn't
+    made in the order of the program the place where it is.
+    """
+    last: dict[int, int] = {}
+    first: dict[int, int] = {}
+    begins: dict[int, int] = {}
+
+    inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
+
+    def use(op: Op, time: int, early: int | None = None) -> None:
+        if op.loop is not None and time < op.loop.end:
+            inside[id(op)] = max(inside.get(id(op), -1), time)
+        last[id(op)] = max(last.get(id(op), -1), time)
+        early = time if early is None else early
+        first[id(op)] = min(first.get(id(op), early), early)
+
+    def seen_from(op: Op, reader: Op, time: int, early: int) -> tuple[int, int]:
+        for loop in reader.loops:  # a loop's every step reads what was there before it
+            if loop not in op.loops:
+                return max(time, loop.end), min(early, loop.begin)
+        return time, early
+
+    for op in reversed(ops):
+        if op.kind == "yield":
+            if id(op.target) in last or op.target.kind == "carry":
+                for source in op.inputs:
+                    use(source, op.time)
+                last[id(op.target)] = max(last.get(id(op.target), -1), op.time)
+            continue
+        if op.kind in ("need", "result", "carry"):
+            for source in op.inputs:
+                if op.kind != "need":
+                    use(source, len(ops) if op.kind == "result" else op.time)
+            continue
+        if id(op) not in last:
+            continue
+        early = time = op.time
+        if id(op) not in made or op.kind == "alias":
+            early, time = first[id(op)], last[id(op)]
+        elif _waits(op, tpu):
+            early = time = begins[id(op)] = max(first[id(op)] - 1, time)
+        for source in op.inputs:
+            use(source, *seen_from(source, op, time, early))
+    return last, begins, inside
+
+
+def _waits(op: Op, tpu: bool) -> bool:
+    """Whether XLA's scheduler, which puts collectives where their result is needed, can do so past whole loops."""
+    if op.kind == "collective":
+        return all(loop.holds for loop in op.loops)
+    return op.kind == "hard" and op.name == "dot_general" and not tpu
+
+
+def _begin_fills(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:
+    """One kernel fills all buffers of a size, but for a tied embedding's gradient."""
+    fills: dict[tuple, int] = {}
+    tied = _tied(program.ops)
+    after = 0
+    gathered: dict[tuple, int] = {}
+    scattered = {
+        id(_root(op.inputs[0])) for op in program.ops if op.name.startswith("scatter") and op.inputs and not op.loops
+    }
+    for op in program.ops:
+        if op.loops and op.loops[0].fetches:
+            after = op.loops[0].end
+        if op.kind == "copy" and not op.host and not op.loops and _root(op.inputs[0]).kind == "argument":
+            begins[id(op)] = 0  # what only waits for the host starts at once
+        if op.kind == "collective" and op.loops and op.inputs and op.bytes > op.inputs[0].bytes:
+            # A gather runs beside what is computed before it, from where the one before it ended.
+            begins[id(op)] = gathered.get(op.loops, op.time)
+            gathered[op.loops] = op.time
+        if op.kind == "copy" and not op.host and id(op) in last:
+            if op.outside:
+                begins[id(op)] = min(after, op.time)
+            elif op.loops and op.loops[0].fetches:
+                # Fetched in the step before, and then in its place what the next step needs.
+                begins[id(op)], last[id(op)] = op.loops[0].begin, op.loops[0].end
+        if id(op) in made and id(op) in tied and after:
+            begins[id(op)] = min(after, op.time)
+        elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
+            begin = fills.setdefault((op.loops, op.bytes), op.time)
+            begins[id(op)] = max(begin, min(after, op.time)) if id(op) in scattered else begin
+
+
+def _tied(ops: list[Op]) -> set[int]:
+    """What scatters outside loops start from, where their result is added to another gradient of the same array."""
+    starts: dict[int, int] = {}  # by what is computed from a scatter alone: what the scatter starts from
+    found = set()
+    for op in ops:
+        if op.loops:
+            continue
+        known = [starts[id(source)] for source in op.inputs if id(source) in starts]
+        if op.kind == "in place":
+            starts[id(op)] = id(_root(op.inputs[0]))
+        elif known and op.kind == "fused" and len(op.inputs) == 2:
+            others = [source for source in op.inputs if id(source) not in starts]
+            while others and _root(others[0]).kind == "fused" and len(_root(others[0]).inputs) == 1:
+                others = [_root(others[0]).inputs[0]]
+            if others and _root(others[0]).kind == "collective":
+                found.add(known[0])
+        elif known and op.kind in ("alias", "collective", "fused"):
+            starts[id(op)] = known[0]
+    return found
+
+
+def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
+    """A loop that fetches from the host ahead of time has its last step outside: it reads what is filled in there."""
+    kept: dict[str, Op] = {}  # the same fill, made once
+    for op in program.ops:
+        if op.kind == "fused" and is_fill(op):
+            if not op.loops and not op.outside and id(op) in made:
+                kept.setdefault(str(op.aval), op)
+            elif op.outside or (op.loops and op.loops[0].fetches):
+                fill = kept.get(str(op.aval))
+                if fill is not None:
+                    last[id(fill)] = max(last.get(id(fill), -1), op.loops[0].end if op.loops else op.time)
+
+
+def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:
+    """The buffer of an operand that ends here, which the result can take."""
+    if op.kind in ("fused", "in place", "carry"):
+        sources = _read(op, _MOVING) if op.kind == "fused" else op.inputs[:1]
+        everything = _read(op) if op.kind == "fused" and not tpu else []
+        # Where a row's sum is part of the kernel, as in softmax and its gradient, all of the row is read before.
+        summed = {id(_root(s)) for r in everything if r.kind == "reduce" for s in _read(r)}
+        for source in sources:
+            if id(_root(source)) in summed:
+                continue
+            buffer = buffer_of(source)
+            if buffer is not None and buffer.bytes == op.bytes and buffer.end <= time:
+                return buffer
+    return None
+
+
+def _read(op: Op, but: Collection[str] = ()) -> list[Op]:
+    """The operands in memory of everything that is fused into an operation, as far as that is plain to see."""
+    found, todo, seen = [], list(op.inputs) if op.name not in but else [], set()
+    while todo and len(seen) < 64:
+        source = _root(todo.pop())
+        if id(source) in seen:
+            continue
+        seen.add(id(source))
+        found.append(source)
+        if source.kind == "fused" and source.name not in but:
+            todo.extend(source.inputs)
+    return found
+
+
+def _in_place_results(program: Buffers, donated: list[Op]) -> set[int]:
+    """Results that are written where a donated argument was."""
+    free = collections.Counter((op.bytes, str(op.aval), op.host) for op in donated)
+    taken = set()
+    for result in program.results:
+        key = (result.bytes, str(result.aval), result.host)
+        if free[key] > 0:
+            free[key] -= 1
+            taken.add(id(_root(result)))
+            taken.add(id(_root(result.inputs[0])))
+    return taken

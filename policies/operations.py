@@ -1,0 +1,111 @@
+"""What a traced program does on one device, one operation after the other: the words in which buffers are told."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .cuts import Cuts
+from .jaxprs import subjaxprs
+from .local_sizes import local_bytes
+
+# Sums over devices of which each keeps a part.
+SCATTERS = {"psum_scatter", "reduce_scatter", "unreduced_psum_scatter"}
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """One result of an operation on one device.
+
+    - `kind`: "argument", "constant", "fused" (elementwise), "alias", "reduce", "hard", "collective", "in place",
+      "carry", "stack", "yield" (what a loop's step hands on: `target`'s next value, or a part of it), "need" (a loop
+      reads its operand from memory), "result".
+    - `time`: its place in the order of the program.
+    - `loops`: the loops around it, outermost first; `loop` is the one that a carry or a stack belongs to.
+    """
+
+    kind: str
+    bytes: int
+    inputs: tuple["Op", ...]
+    text: str = ""
+    name: str = ""
+    stack: str = ""
+    label: str = ""
+    time: int = 0
+    loops: tuple["Loop", ...] = ()
+    host: bool = False
+    target: "Op | None" = None
+    loop: "Loop | None" = None
+    outside: bool = False  # of a loop's last step, after the loop
+    cuts: Cuts = ()
+    aval: Any = None
+
+
+@dataclasses.dataclass(eq=False)
+class Loop:
+    """A loop in the order of the program: `begin` and `end` are places in it."""
+
+    begin: int = 0
+    end: int = 0
+    length: int = 1
+    names: set[str] = dataclasses.field(default_factory=set)
+    holds: bool = False  # whether loops over layers are inside: it runs over micro-batches
+    fetches: bool = False  # whether its steps read what an earlier loop left in host memory
+    kept: set[str] = dataclasses.field(default_factory=set)  # names of what its steps read of an earlier loop's
+    stack: str = ""
+
+
+def scatters(body: Any) -> bool:
+    """Whether a loop's step sums what it computed over devices, each keeping a part, outside loops of its own."""
+    for eqn in body.eqns:
+        name = eqn.primitive.name
+        if name in SCATTERS:
+            return True
+        if name not in ("scan", "while") and any(map(scatters, subjaxprs(eqn))):
+            return True
+    return False
+
+
+def origin(op: Op) -> Op:
+    while op.kind in ("alias", "copy"):
+        op = op.inputs[0]
+    return op
+
+
+def may_be_cut(op: Op) -> bool:
+    """Whether a loop's first carry can be made in parts: something filled in, whole as far as is known."""
+    return max(op.cuts, default=1) == 1 and math.prod(getattr(op.aval, "shape", ())) > 1 and is_fill(op)
+
+
+def recut(op: Op, cuts: Cuts) -> None:
+    """Cuts a value that is filled in, and so can be made in any parts, as what it is combined with."""
+    shape = getattr(op.aval, "shape", ())
+    if len(shape) != len(cuts) or not may_be_cut(op) or any(s % c for s, c in zip(shape, cuts, strict=True)):
+        return
+    while max(cuts, default=1) > 1:
+        op.cuts, op.bytes = cuts, local_bytes(op.aval, cuts)
+        if op.kind not in ("fused", "alias") or not op.inputs or op.inputs[0].aval.shape != shape:
+            return
+        op = op.inputs[0]
+
+
+def is_fill(op: Op) -> bool:
+    """Whether a value is computed from numbers alone."""
+    todo = [op]
+    for _ in range(200):
+        if not todo:
+            return True
+        node = todo.pop()
+        if node.kind in ("fused", "alias"):
+            todo.extend(node.inputs)
+        elif node.kind != "constant":
+            return False
+    return False
+
+
+def platform_index(platforms: Sequence[Any], platform: str) -> int:
+    names = {"cuda": ("cuda", "gpu"), "gpu": ("cuda", "gpu")}.get(platform, (platform,))
+    for i, some in enumerate(platforms):
+        if some is None or any(name in some for name in names):
+            return i
+    return len(platforms) - 1

@@ -1,0 +1,221 @@
+"""Plans for layers and losses of one's own: what is read from them, and what is refused."""
+
+import dataclasses
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from overspill import policies
+from overspill.policies import Activation, Infeasible, Placement, plan
+from overspill.policies.blocks import read_blocks
+from overspill.policies.machines import hardware
+from overspill.policies.planner import Options, Planner
+from overspill.policies.problem import recomputed
+from overspill.policies.programs import Program
+
+WIDE, NARROW, ROWS, LENGTH = 2048, 1024, 16, 80
+
+
+class Feed(eqx.Module):
+    """x + gelu(x W) V, with the block's input always kept somewhere."""
+
+    up: jax.Array
+    down: jax.Array
+    inner: Activation
+    wide: Activation
+    active: Activation
+
+    def __init__(self, key, wide=WIDE):
+        a, b = jax.random.split(key)
+        self.up = jax.random.normal(a, (wide, NARROW)) / NARROW**0.5
+        self.down = jax.random.normal(b, (NARROW, wide)) / wide**0.5
+        self.inner = Activation("inner", recomputable=False)
+        self.wide = Activation("wide")
+        self.active = Activation("active")
+
+    def __call__(self, x):
+        x = self.inner(x)
+        return x + self.active(jax.nn.gelu(self.wide(x @ self.up.T))) @ self.down.T
+
+
+class Two(eqx.Module):
+    """Two layers of different size in a row, each under a checkpoint of its own."""
+
+    first: Feed
+    second: Feed
+
+    def __call__(self, x):
+        return policies.checkpoint(self.second)(policies.checkpoint(self.first)(x))
+
+
+X = jax.ShapeDtypeStruct((ROWS, LENGTH, NARROW), jnp.float32)
+FEED = Feed(jax.random.key(0))
+PRODUCT = 2 * ROWS * LENGTH * NARROW * WIDE  # FLOPs of either projection
+BYTES = ROWS * LENGTH * WIDE * 4
+
+
+def read(function, *args, layers=None):
+    (block,) = read_blocks(Program(function, args, {}, layers), devices=1, platform="cuda")
+    return block
+
+
+def test_a_layer_is_read_as_it_computes():
+    block = read(FEED, X)
+    graph = block.graph
+    assert sum(work.cost.matmul for work in graph.forward) == 2 * PRODUCT
+    assert sum(work.cost.matmul for work in graph.backward) == 4 * PRODUCT
+    sizes = {node.name: node.bytes for node in graph.nodes if node.name}
+    assert sizes == {"inner": BYTES * NARROW // WIDE, "wide": BYTES, "active": BYTES}
+    assert block.times == 1 and set(block.names) == {"inner", "wide", "active"}
+
+
+def again(which, **places):
+    """FLOPs of products that are computed again in a layer, with activations as in `places`."""
+    graph = read(which, X).graph
+    planner = Planner(Options(hardware("h100")), Program(which, (X,), {}, 8))
+    (group,) = planner.assembly.groups
+    ends = [item.path.rpartition(".")[2] for item in group.items]
+    row = [Placement(places.get(end, "device" if end == "inner" else "recompute")) for end in ends]
+    return sum(graph.nodes[u].work.cost.matmul for u in recomputed(group, row))
+
+
+def test_chains_are_recomputed_as_far_as_they_are_needed():
+    assert again(FEED) == PRODUCT  # active from wide from inner
+    assert again(FEED, active="host") == PRODUCT  # the nonlinearity's derivative wants wide
+    assert again(FEED, wide="device") == 0
+    assert again(FEED, wide="host", active="host") == 0
+
+
+def test_loops_count_their_layers():
+    block = read(FEED, X, layers=12)
+    assert block.times == 12
+    made = plan(FEED, X, hardware="h100", layers=12)
+    assert made.model_flops == pytest.approx(12 * 6 * PRODUCT)
+    assert made.tokens is None and made.tokens_per_second is None
+
+
+@pytest.mark.parametrize("layers", [8, 30])
+def test_memory_decides(layers):
+    """With less and less memory ever more is moved or computed again, and the step takes ever longer."""
+    free = plan(FEED, X, hardware="h100", layers=layers)
+    assert set(free.rules.values()) <= {Placement.DEVICE, Placement.RECOMPUTE}
+    assert free.rules["wide"] is Placement.DEVICE
+    tight = plan(FEED, X, hardware="h100", layers=layers, device_bytes=free.device_bytes - layers * BYTES * 3 // 4)
+    assert tight.device_bytes <= free.device_bytes - layers * BYTES * 3 // 4
+    assert tight.seconds >= free.seconds
+    assert tight.rules["wide"] is not Placement.DEVICE
+    # A link like that of the device's own memory moves what another recomputes.
+    fast = dataclasses.replace(hardware("h100"), device_to_host=1e15, host_to_device=1e15, link_bandwidth=1e15)
+    moved = plan(FEED, X, hardware=fast, layers=layers, device_bytes=tight.device_bytes)
+    slow = dataclasses.replace(hardware("h100"), device_to_host=1e6, host_to_device=1e6)
+    still = plan(FEED, X, hardware=slow, layers=layers, device_bytes=tight.device_bytes)
+    assert moved.rules["wide"] is Placement.HOST and moved.host_bytes >= layers * BYTES
+    assert still.host_bytes == 0 and still.seconds >= moved.seconds
+
+
+def test_a_plan_places_the_layer_it_was_made_for():
+    limit = plan(FEED, X, hardware="h100", layers=16).device_bytes - 8 * BYTES
+    made = plan(FEED, X, hardware="h100", layers=16, device_bytes=limit)
+    layer = policies.place(FEED, made)
+    assert {name: getattr(layer, name).placement for name in made.rules} == dict(made.rules)
+
+    def loss(layer, x):
+        stacked = lambda x, _: (policies.checkpoint(layer, prevent_cse=False)(x), None)
+        return jnp.sum(jax.lax.scan(stacked, x, None, length=16)[0])
+
+    found = policies.check(loss, layer, X)
+    assert found.bytes("named", memory="host") == made.host_bytes
+
+
+def test_a_loss_is_planned_block_by_block():
+    model = Two(FEED, Feed(jax.random.key(1), wide=2 * WIDE))
+    planner = Planner(Options(hardware("h100")), Program(lambda model, x: jnp.sum(model(x)), (model, X), {}))
+    assert [group.name for group in planner.assembly.groups] == ["first", "second"]
+    # Outside of loops nothing is moved: XLA would bring it back at once.
+    assert all(Placement.HOST not in item.placements for g in planner.assembly.groups for item in g.items)
+    made = planner.plan()
+    assert set(made.rules) == {f"{a}.{b}" for a in ("first", "second") for b in ("inner", "wide", "active")}
+    assert policies.place(model, made)
+
+
+def test_what_is_shared_is_placed_once():
+    def loss(layer, x):
+        return jnp.sum(policies.checkpoint(layer)(policies.checkpoint(layer)(x)))
+
+    (block,) = read_blocks(Program(loss, (FEED, X), {}), devices=1, platform="cuda")
+    assert block.times == 2
+
+
+def test_infeasible_limits_say_what_is_short():
+    with pytest.raises(Infeasible, match="device memory") as caught:
+        plan(FEED, X, hardware="h100", layers=16, device_bytes=1000)
+    short = caught.value.device_shortfall
+    made = plan(FEED, X, hardware="h100", layers=16, device_bytes=1000 + short)
+    assert made.device_bytes <= 1000 + short
+    with pytest.raises(Infeasible):
+        plan(FEED, X, hardware="h100", layers=16, device_bytes=1000 + short - 4096)
+
+
+def test_memory_that_is_taken_counts():
+    made = plan(FEED, X, hardware="h100", layers=16)
+    more = plan(FEED, X, hardware="h100", layers=16, reserved_bytes=2**30)
+    assert more.device_bytes == made.device_bytes + 2**30
+
+
+def test_another_format_is_another_speed():
+    made, quick = (plan(FEED, X, hardware="h100", layers=4, dtype=d) for d in (None, "float8"))
+    assert quick.seconds < made.seconds and quick.dtype == "float8"
+    assert quick.problem.groups[0].items == made.problem.groups[0].items  # nothing is smaller
+
+
+class Unnamed(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: plan(FEED, X, hardware="h99"), ValueError, "h100"),
+        (lambda: plan(Unnamed(jnp.ones((NARROW, NARROW))), X, hardware="h100"), ValueError, "no Activation"),
+        (lambda: plan(lambda m, x: m(x).sum(), FEED, X, hardware="h100"), ValueError, r"policies\.checkpoint\(layer\)"),
+        (lambda: plan(lambda m, x: jax.grad(lambda m: policies.checkpoint(m)(x).sum())(m), FEED, X, hardware="h100"),
+         ValueError, "differentiates"),
+        (lambda: plan(FEED, X, hardware="h100", layers=0), ValueError, "layers is 0"),
+        (lambda: plan(FEED, X, hardware="h100", segments=True), ValueError, "segments is True"),
+        (lambda: plan(FEED, X, hardware="h100", device_bytes=-1), ValueError, "device_bytes is -1"),
+        (lambda: plan(FEED, X, hardware="h100", device_bytes=math.nan), ValueError, "device_bytes is nan"),
+        (lambda: plan(FEED, X, hardware="h100", dtype="int3"), ValueError, "no peak for int3"),
+        (lambda: plan(lambda m, x: x, FEED, X, hardware="h100", layers=3), ValueError, "layers is for a layer"),
+        (lambda: plan(lambda m, x, segments: x, FEED, X, hardware="h100", segments=3), TypeError, "segments="),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_one_clear_error(call, error, words):
+    with pytest.raises(error, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layer_that_gives_another_shape_cannot_be_repeated():
+    class Half(Feed):
+        def __call__(self, x):
+            return super().__call__(x)[:, ::2]
+
+    with pytest.raises(ValueError, match="gives what it takes"):
+        plan(Half(jax.random.key(0)), X, hardware="h100", layers=4)
+
+
+def test_gradients_are_those_of_the_unplanned_layer():
+    limit = plan(FEED, X, hardware="h100", layers=16).device_bytes - 8 * BYTES
+    layer = policies.place(FEED, plan(FEED, X, hardware="h100", layers=16, device_bytes=limit))
+    x = jax.random.normal(jax.random.key(2), X.shape)
+    ours = jax.grad(lambda m: policies.checkpoint(m)(x).sum())(layer)
+    plain = jax.grad(lambda m: m(x).sum())(FEED)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)

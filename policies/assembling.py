@@ -123,6 +123,16 @@ class Assembly:
             for _, block, group in self._with_blocks()
         )
 
+    @property
+    def forward_flops(self) -> float:
+        """Products of all blocks in the forward pass of a micro-batch, on one device."""
+        return float(
+            sum(
+                group.layers * sum(products(work.cost) for work in block.graph.forward)
+                for _, block, group in self._with_blocks()
+            )
+        )
+
     @functools.cached_property
     def format(self) -> str:
         """The number format of most of the products."""

@@ -47,7 +47,7 @@ def read_blocks(program: Program, *, devices: int, platform: str) -> list[Block]
     What runs under `policies.checkpoint` is a block. Raises ValueError for a function that holds its own backward pass,
     no activation, or no checkpoint around any.
     """
-    closed, active = program.forward()
+    closed, active = program.forward
     if has_backward(closed.jaxpr):
         raise ValueError(
             "a plan is made for a step of zoo.make_train_step, a loss or a layer: this function differentiates "

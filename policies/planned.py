@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """Device memory that a step needs, on each device."""
-        return round(self.outcome.device_bytes)
+        return math.floor(self.outcome.device_bytes)
 
     @property
     def host_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """The planner: the placement of every activation with which a step takes the least time, within the memory there is."""
 
+import copy
 import dataclasses
 import functools
 import math
@@ -21,7 +22,7 @@ from .planned import Plan
 from .pricing import Prices
 from .problem import Decision, Limits, Problem
 from .programs import Program
-from .scaling import largest, stretched
+from .scaling import fits, largest, stretched
 from .solving import solve
 from .spaces import HOST_MEMORY
 from .staging import Reference, phases
@@ -154,14 +155,33 @@ class Planner:
     def largest_batch(self) -> int:
         """The most sequences of a step, in as many micro-batches, with which some decision fits; 0 where none does.
 
-        Read from the program with two batches: times and sizes of others are taken to lie on the line through these.
+        Looked for on the line through two batches that are read, and then read itself.
         Raises ValueError unless the program is a training step.
         """
         if not self.program.is_step:
             raise ValueError("the largest batch is a training step's: a loss or a layer doesn't say what its rows are")
         rows, unit = self.program.batch.tokens.shape[0], self.program.function.rows_at_least
         large = Planner(self.options, self.program.resized(2 * rows)).problem
-        return unit * largest(lambda parts: stretched(self.problem, large, parts * unit / rows - 1))
+        parts = largest(lambda parts: stretched(self.problem, large, parts * unit / rows - 1))
+        # Buffers share memory in other ways with another batch: read the program that is promised to fit.
+        while parts and not fits(Planner(self.options, self.program.resized(parts * unit)).problem):
+            parts -= max(1, parts // 100)
+        return parts * unit
+
+    def limited(
+        self,
+        *,
+        device_bytes: int | float | None = None,
+        host_bytes: int | float | None = None,
+        pinned_bytes: int | float | None = None,
+    ) -> "Planner":
+        """This with other limits, nothing being read again; see `plan` for what None means."""
+        new = copy.copy(self)
+        limits = {"device_bytes": device_bytes, "host_bytes": host_bytes, "pinned_bytes": pinned_bytes}
+        new.options = dataclasses.replace(self.options, **limits)
+        _check(new.options)
+        new.__dict__["problem"] = dataclasses.replace(self.problem, limits=new._limits())
+        return new
 
     def state_bytes(self, part: str) -> int:
         """Bytes on one device of a part of a training state, such as `opt_state`; 0 for anything else than a step."""
@@ -216,7 +236,12 @@ class Planner:
     @property
     def model_flops(self) -> float:
         """Products of a step on one device, in floating-point operations, nothing computed again."""
-        return self.assembly.flops + products(self.outside)
+        # Where a loss has its own derivative, as the head's in chunks, its backward pass may compute products again.
+        closed, _ = self.program.forward
+        fill = expert_fill(closed.jaxpr)
+        forward = total(closed.jaxpr, devices=self.devices, platform=self.hardware.platform, fill=fill)
+        outside = products(forward) - self.assembly.forward_flops
+        return self.assembly.flops + 3 * self.program.micro_batches * max(outside, 0.0)
 
     def _limits(self) -> Limits:
         options, place = self.options, self.hardware

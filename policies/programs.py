@@ -62,6 +62,7 @@ class Program:
     def micro_batches(self) -> int:
         return self.function.accumulate if self.is_step else 1
 
+    @functools.cached_property
     def forward(self) -> tuple[Any, tuple[bool, ...]]:
         """The forward pass of a micro-batch, and for each input whether its gradient is asked for."""
         if self.is_step:

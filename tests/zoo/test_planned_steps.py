@@ -126,11 +126,12 @@ def applied(asked, made):
 @pytest.mark.parametrize("which", ["llama", "deepseek", "experts apart"])
 def test_a_plan_is_what_the_planned_step_does(which):
     asked = program(*PROGRAMS[which][:3])
-    whole = Planner(Options(hardware("h100")), asked)
+    whole = Planner(Options(hardware("h100"), segments=2), asked)
     # As little memory as lets something be moved, and not all of it.
     sizes = [reference.footprint.device_bytes for reference in whole.references]
     limit = min(sizes) + 0.15 * (max(sizes) - min(sizes))
-    made = Planner(Options(hardware("h100"), device_bytes=limit), asked).plan()
+    made = whole.limited(device_bytes=limit).plan()
+    assert made.device_bytes <= limit
     step, state, batch = applied(asked, made)
     found = check(step, state, batch)
     assert found.bytes("named", memory="host", each=True) == made.host_bytes == made.offloaded_bytes
@@ -152,14 +153,12 @@ def test_a_plan_refuses_a_model_that_is_cut_otherwise():
         place(zoo.abstract(DEEPSEEK), made)
 
 
-def test_more_of_anything_is_never_slower(planners):
-    asked = planners("deepseek").program
-    sizes = [r.footprint.device_bytes for r in planners("deepseek").references]
-    low, high = min(sizes), max(sizes)
-    before = float("inf")
+def test_more_memory_is_never_slower(planners):
+    planned = planners("deepseek")
+    sizes = [r.footprint.device_bytes for r in planned.references]
+    low, high, before = min(sizes), max(sizes), float("inf")
     for share in (0.05, 0.2, 0.4, 0.7, 1.0):
-        limit = low + share * (high - low)
-        seconds = Planner(Options(hardware("h100"), device_bytes=limit), asked).plan().seconds
+        seconds = planned.limited(device_bytes=low + share * (high - low)).plan().seconds
         assert seconds <= before * (1 + 1e-9)
         before = seconds
 
@@ -168,16 +167,15 @@ def test_what_does_not_fit_says_what_would(planners):
     planned = planners("llama")
     least = min(r.footprint.device_bytes for r in planned.references)
     with pytest.raises(Infeasible, match="device memory") as caught:
-        Planner(Options(hardware("h100"), device_bytes=least / 2), planned.program).plan()
+        planned.limited(device_bytes=least / 2).plan()
     enough = least / 2 + caught.value.device_shortfall
-    made = Planner(Options(hardware("h100"), device_bytes=enough), planned.program).plan()
-    assert made.device_bytes <= enough
+    assert planned.limited(device_bytes=enough).plan().device_bytes <= enough
 
 
 def test_the_largest_batch_fits_and_the_next_does_not(planners):
     asked = program(LLAMA, None, 4)
-    limit = 6 * Planner(Options(hardware("h100")), asked).plan().device_bytes
-    options = Options(hardware("h100"), device_bytes=limit)
+    limit = 6 * max(r.footprint.device_bytes for r in planner(LLAMA, None, 4).references)
+    options = Options(hardware("h100"), device_bytes=limit, segments=1)
     most = Planner(options, asked).largest_batch()
     assert most > 4
     assert Planner(options, asked.resized(most)).plan().device_bytes <= limit
@@ -199,3 +197,15 @@ def test_a_function_that_plans_like_the_planner():
     assert made.tokens == 2 * 96 and made.devices == 1
     assert made.decision == planner(LLAMA).plan().decision
     assert 0 < made.mfu < 1
+
+
+def test_model_flops_leave_out_what_is_computed_again():
+    planned = Planner(Options(hardware("h100"), segments=1), program(LLAMA, length=128))
+    config, tokens = planned.program.function.model.config, 2 * 128
+    size, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    weights = size * (2 * heads + 2 * keys + 3 * config.intermediate_size)
+    # Attention in full squares; the logits' second computation in the chunked loss isn't counted.
+    layer = 2 * tokens * weights + 4 * tokens * 128 * heads
+    expected = 3 * (config.num_hidden_layers * layer + 2 * tokens * size * config.vocab_size)
+    assert planned.plan().model_flops == pytest.approx(expected, rel=1e-9)

@@ -18,6 +18,8 @@ _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
+    """Bytes in device memory from one place in the program to another, for the result of `op` first."""
+
     op: Op
     bytes: int
     begin: int
@@ -25,6 +27,7 @@ class Buffer:
 
 
 def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
+    """The buffers of a program but for its arguments; results can take the place of those that are `donated`."""
     ops = program.ops
     made = _made(program)
     tpu = program.platform == "tpu"
@@ -35,7 +38,7 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
         if op.kind == "yield" and op.inputs and op.target.kind == "carry"
     }
     if not tpu:
-        _begin_fills(program, made, begins, last)
+        _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
     taken = _in_place_results(program, donated)
     buffers: dict[int, Buffer] = {}
@@ -108,7 +111,6 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     last: dict[int, int] = {}
     first: dict[int, int] = {}
     begins: dict[int, int] = {}
-
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
 
     def use(op: Op, time: int, early: int | None = None) -> None:
@@ -151,22 +153,22 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
 def _waits(op: Op, tpu: bool) -> bool:
     """Whether XLA's scheduler, which puts collectives where their result is needed, can do so past whole loops."""
     if op.kind == "collective":
-        return all(loop.holds for loop in op.loops)
+        return not op.inner
     return op.kind == "hard" and op.name == "dot_general" and not tpu
 
 
-def _begin_fills(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:
-    """One kernel fills all buffers of a size, but for a tied embedding's gradient."""
+def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:
+    """What begins early on GPUs. One kernel fills all buffers of a size, but for a tied embedding's gradient."""
     fills: dict[tuple, int] = {}
     tied = _tied(program.ops)
     after = 0
     gathered: dict[tuple, int] = {}
     scattered = {
-        id(_root(op.inputs[0])) for op in program.ops if op.name.startswith("scatter") and op.inputs and not op.loops
+        id(_root(op.inputs[0])) for op in program.ops if op.name.startswith("scatter") and op.inputs and not op.inner
     }
     for op in program.ops:
-        if op.loops and op.loops[0].fetches:
-            after = op.loops[0].end
+        if op.inner and op.inner[0].fetches:
+            after = op.inner[0].end
         if op.kind == "copy" and not op.host and not op.loops and _root(op.inputs[0]).kind == "argument":
             begins[id(op)] = 0  # what only waits for the host starts at once
         if op.kind == "collective" and op.loops and op.inputs and op.bytes > op.inputs[0].bytes:
@@ -176,9 +178,9 @@ def _begin_fills(program: Buffers, made: set[int], begins: dict[int, int], last:
         if op.kind == "copy" and not op.host and id(op) in last:
             if op.outside:
                 begins[id(op)] = min(after, op.time)
-            elif op.loops and op.loops[0].fetches:
+            elif op.inner and op.inner[0].fetches:
                 # Fetched in the step before, and then in its place what the next step needs.
-                begins[id(op)], last[id(op)] = op.loops[0].begin, op.loops[0].end
+                begins[id(op)], last[id(op)] = op.inner[0].begin, op.inner[0].end
         if id(op) in made and id(op) in tied and after:
             begins[id(op)] = min(after, op.time)
         elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
@@ -212,12 +214,12 @@ def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
     kept: dict[str, Op] = {}  # the same fill, made once
     for op in program.ops:
         if op.kind == "fused" and is_fill(op):
-            if not op.loops and not op.outside and id(op) in made:
+            if not op.inner and not op.outside and id(op) in made:
                 kept.setdefault(str(op.aval), op)
-            elif op.outside or (op.loops and op.loops[0].fetches):
+            elif op.outside or (op.inner and op.inner[0].fetches):
                 fill = kept.get(str(op.aval))
                 if fill is not None:
-                    last[id(fill)] = max(last.get(id(fill), -1), op.loops[0].end if op.loops else op.time)
+                    last[id(fill)] = max(last.get(id(fill), -1), op.inner[0].end if op.inner else op.time)
 
 
 def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .cuts import Cuts
 from .jaxprs import subjaxprs
-from .local_sizes import local_bytes
+from .local_sizes import local_bytes, local_shape
 
 # Sums over devices of which each keeps a part.
 SCATTERS = {"psum_scatter", "reduce_scatter", "unreduced_psum_scatter"}
@@ -27,7 +27,6 @@ class Op:
     kind: str
     bytes: int
     inputs: tuple["Op", ...]
-    text: str = ""
     name: str = ""
     stack: str = ""
     label: str = ""
@@ -35,10 +34,23 @@ class Op:
     loops: tuple["Loop", ...] = ()
     host: bool = False
     target: "Op | None" = None
+    branch: int | None = None  # of an index that says for which platform a branch is: which one is taken
     loop: "Loop | None" = None
     outside: bool = False  # of a loop's last step, after the loop
+    step_of: "Loop | None" = None  # the loop whose first or last step, outside of it, this belongs to
     cuts: Cuts = ()
     aval: Any = None
+
+    @property
+    def text(self) -> str:
+        """Dtype, shape on one device, and what makes it, in words."""
+        shape = ",".join(map(str, local_shape(self.aval, self.cuts))) if hasattr(self.aval, "shape") else ""
+        return f"{getattr(self.aval, 'dtype', '')}[{shape}] {self.label or self.name or self.kind}"
+
+    @property
+    def inner(self) -> "tuple[Loop, ...]":
+        """The loops around it, but for those over micro-batches: they hold all that a step does."""
+        return tuple(loop for loop in self.loops if not loop.holds)
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,6 +76,40 @@ def scatters(body: Any) -> bool:
         if name not in ("scan", "while") and any(map(scatters, subjaxprs(eqn))):
             return True
     return False
+
+
+def holds_layers(body: Any) -> bool:
+    """Whether a loop's step has a loop that stacks something of its own steps: of layers, for their backward loop."""
+    for eqn in body.eqns:
+        subs = list(subjaxprs(eqn))
+        if eqn.primitive.name == "scan":
+            ranks = zip(eqn.outvars, subs[0].outvars, strict=True)
+            if any(len(o.aval.shape) > len(i.aval.shape) for o, i in ranks):
+                return True
+        elif any(map(holds_layers, subs)):
+            return True
+    return False
+
+
+def branch_of(index: Op) -> int | None:
+    """Which branch an index means, if it is that of the platform, clamped or cast."""
+    todo = [index]
+    while todo:
+        op = todo.pop()
+        if op.branch is not None:
+            return op.branch
+        if op.kind in ("alias", "fused"):
+            todo.extend(op.inputs)
+    return None
+
+
+def label_of(op: Op) -> str:
+    """The name that stands on a value, wherever it lies; empty if none does."""
+    while op.name != "name":
+        if op.kind not in ("alias", "copy") and op.name not in ("reduce_precision", "convert_element_type"):
+            return ""
+        op = op.inputs[0]
+    return op.label
 
 
 def origin(op: Op) -> Op:

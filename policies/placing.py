@@ -52,7 +52,7 @@ def place(tree: T, rules: Any) -> T:
         - a mapping from globs over activation paths to placements (`Placement` or its spelling), such as
           `{"*.attention.query": "host", "*.mlp.*": "recompute"}`. Later rules win over earlier ones;
         - the name of a preset (see `presets`);
-        - a function from the tree to such a mapping.
+        - a function from the tree to such a mapping, such as a `Plan` of `policies.plan`.
 
     **Returns:** a tree of the same type and with the very same leaves.
 

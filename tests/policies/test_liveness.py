@@ -1,0 +1,308 @@
+"""Device memory read from jaxprs: programs whose buffers can be counted by hand, and training steps that were compiled.
+
+Steps' recorded bytes are what XLA's compilers for the targets said of them (JAX 0.10.2, Overspill's own flags).
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+
+from overspill import policies, zoo
+from overspill.policies.accelerators import target as find_target
+from overspill.policies.buffers import Buffers
+from overspill.policies.calls import prepare
+from overspill.policies.lifetimes import lifetimes
+from overspill.policies.liveness import Footprint, footprint
+from overspill.policies.local_sizes import cuts_of, local_shape, reshape_cuts
+
+N = 256
+SQUARE = 4 * N * N  # bytes of a float32 matrix
+MESH = AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+def square(*leading):
+    return jax.ShapeDtypeStruct((*leading, N, N), jnp.float32)
+
+
+def of(function, *args, platform="cuda", shardings=None, donated=()):
+    closed = jax.make_jaxpr(function)(*args)
+    leaves = jax.tree.leaves(args)
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves] if shardings is None else shardings
+    return footprint(closed, shardings, platform=platform, donated=donated)
+
+
+def test_a_chain_holds_two_products_at_a_time():
+    def chain(x, w):
+        for _ in range(6):
+            x = x @ w
+        return x
+
+    found = of(chain, square(), square())
+    assert found.arguments == 2 * SQUARE
+    assert found.temp == 2 * SQUARE
+    assert found.device_bytes == 4 * SQUARE
+
+
+def test_elementwise_operations_are_one_kernel_and_work_in_place():
+    def alone(x):
+        return jnp.tanh(jnp.exp(x) * 2 + 1)
+
+    assert of(alone, square()).temp == SQUARE  # the result
+    assert of(alone, square(), donated=1).temp == 0  # which takes the argument's place
+
+    def between(x, w):
+        return jnp.sin(jnp.tanh(x @ w) + 1) @ w
+
+    # The product and what is made of it share a buffer; the second product is the result.
+    assert of(between, square(), square()).temp == 2 * SQUARE
+
+
+def test_a_row_sum_in_the_kernel_keeps_its_input():
+    def softmax(x, w):
+        return jax.nn.softmax(x @ w, axis=-1) @ w
+
+    scores_kept = of(softmax, square(), square()).temp
+    assert 2 * SQUARE <= scores_kept <= 2 * SQUARE + 4 * N * 8
+
+
+def test_a_loop_stacks_what_its_backward_loop_reads():
+    def loss(w, x):
+        def layer(x, w):
+            return jnp.sin(x @ w), None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    found = of(jax.grad(loss), square(5), square())
+    # Kept for the backward loop: the cosines' products and the inputs of products, five of each; and five gradients.
+    assert found.arguments == 6 * SQUARE
+    assert 15 * SQUARE <= found.temp <= 19 * SQUARE
+
+    recomputed = of(jax.grad(lambda w, x: loss_of_remat(w, x)), square(5), square())
+    assert recomputed.temp <= found.temp - 3 * SQUARE
+
+
+def loss_of_remat(w, x):
+    layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w), prevent_cse=False)
+    return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0])
+
+
+def test_what_is_dead_costs_nothing():
+    def dead(x, w):
+        jnp.sin(x @ w) @ w
+        return x @ w
+
+    assert of(dead, square(), square()).temp == SQUARE
+
+
+def test_values_on_the_host_cost_a_copy_when_they_are_fetched():
+    def away(x, w):
+        y = jax.device_put(x @ w, jax.memory.Space.Host)
+        z = x
+        for _ in range(4):
+            z = z @ w
+        return z @ jax.device_put(y, jax.memory.Space.Device)
+
+    def here(x, w):
+        y = x @ w
+        z = x
+        for _ in range(4):
+            z = z @ w
+        return z @ jax.lax.optimization_barrier(y)
+
+    assert of(away, square(), square(), platform="tpu").temp <= of(here, square(), square(), platform="tpu").temp
+    argument = jax.ShapeDtypeStruct((N, N), jnp.float32)
+    shardings = [NamedSharding(MESH, P(), memory_kind="pinned_host"), None]
+    assert of(away, argument, square(), shardings=shardings).arguments == SQUARE
+
+
+def cut(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
+
+
+def test_parts_of_devices_are_what_counts():
+    rows = NamedSharding(MESH, P("a"))
+    columns = NamedSharding(MESH, P(None, "b"))
+    x = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=rows)
+    w = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=columns)
+
+    found = of(lambda x, w: x @ w, x, w)
+    assert found.arguments == SQUARE // 4 + SQUARE // 2
+    assert found.temp == SQUARE // 8
+
+    gathered = of(lambda x, w: x @ cut(w, None, None), x, w)
+    assert gathered.temp == SQUARE + SQUARE // 4  # all of the weight, and rows of the product
+    same = of(lambda x, w: x @ cut(w, None, "b"), x, w)
+    assert same.temp == found.temp  # a constraint that changes nothing is no buffer
+
+
+def test_a_loops_carry_is_cut_as_its_steps_leave_it():
+    x = jax.ShapeDtypeStruct((8, N, N), jnp.float32, sharding=NamedSharding(MESH, P(None, "a")))
+
+    def total(x):
+        def add(total, x):
+            return total + cut(jnp.sin(x), "a", None), None
+
+        return jax.lax.scan(add, jnp.zeros((N, N)), x)[0]
+
+    assert of(total, x).temp == SQUARE // 4
+
+
+def test_shapes_inside_shard_map_are_local():
+    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P("a"), P()), out_specs=P("a"))
+    def local(x, w):
+        return x @ w
+
+    x = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=NamedSharding(MESH, P("a")))
+    w = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=NamedSharding(MESH, P()))
+    found = of(lambda x, w: local(x, w) @ w, x, w)
+    assert found.arguments == SQUARE + SQUARE // 4
+    assert found.temp == 2 * (SQUARE // 4)
+
+
+def test_the_branch_of_the_platform_is_taken():
+    def choose(x, w):
+        return jax.lax.platform_dependent(x, w, tpu=lambda x, w: x @ w, default=lambda x, w: (x @ w) @ (w @ w))
+
+    assert of(choose, square(), square(), platform="tpu").temp < of(choose, square(), square()).temp
+
+
+@pytest.mark.parametrize(
+    "old, new, cuts, want",
+    [
+        ((8, 6), (48,), (4, 1), (4,)),
+        ((48,), (8, 6), (4,), (4, 1)),
+        ((8, 32), (8, 4, 8), (2, 4), (2, 4, 1)),
+        ((8, 4, 8), (8, 32), (2, 4, 1), (2, 4)),
+        ((2, 3, 4), (2, 1, 3, 4), (2, 1, 4), (2, 1, 1, 4)),
+        ((4, 1, 8), (4, 8), (2, 1, 4), (2, 4)),
+    ],
+)
+def test_reshapes_carry_cuts_over(old, new, cuts, want):
+    assert reshape_cuts(old, new, cuts) == want
+
+
+def test_cuts_follow_dimensions():
+    def cuts(function, args, given):
+        (eqn,) = jax.make_jaxpr(function)(*args).eqns
+        return cuts_of(eqn, given)[0]
+
+    a, b = jnp.zeros((4, 6, 8)), jnp.zeros((4, 8, 10))
+    assert cuts(lambda a, b: jax.lax.batch_matmul(a, b), (a, b), [(2, 3, 1), (2, 1, 5)]) == (2, 3, 5)
+    assert cuts(lambda a: jnp.transpose(a, (2, 0, 1)), (a,), [(2, 3, 1)]) == (1, 2, 3)
+    assert cuts(lambda a: jax.lax.reduce_sum_p.bind(a, axes=(1,), out_sharding=None), (a,), [(2, 3, 4)]) == (2, 4)
+    assert local_shape(a, (3, 1, 4)) == (2, 6, 2)  # an uneven part is padded
+
+
+def test_a_layer_without_a_mesh_is_read_with_its_backward_pass():
+    call = prepare(lambda w, x: jnp.tanh(x @ w) @ w, (jnp.zeros((N, N)), jnp.zeros((N, N))), {})
+    closed = jax.make_jaxpr(call.function)(call.inputs)
+    found = footprint(closed, call.shardings, platform="cuda")
+    assert isinstance(found, Footprint)
+    assert found.arguments == 3 * SQUARE  # both, and the cotangent
+    assert 3 * SQUARE <= found.temp <= 6 * SQUARE  # the result and two gradients at the least
+    assert found.timeline and max(size for _, size in found.timeline) <= found.device_bytes
+
+
+def step_of(model, target, placement, **options):
+    from overspill.zoo import proving
+    from overspill.zoo.building import abstract
+    from overspill.zoo.hf_config import from_config
+    from overspill.zoo.meshes import abstract_mesh, layout_of
+    from overspill.zoo.run_options import parse_placements
+
+    config = proving.shortened(from_config(model), options.get("layers"))
+    layout = layout_of(abstract_mesh(options["mesh"]), ())
+    rows = options.get("rows") or layout.size(layout.axes("batch"))
+    built = abstract(config, dtype=jnp.bfloat16, segments=())
+    built = parse_placements(built, (placement,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = zoo.init_state(built, optax.adamw(1e-3), key=jax.random.key(0), master_dtype=jnp.float32, mesh=layout)
+    step = zoo.make_train_step(built, optax.adamw(1e-3), mesh=layout, accumulate=options.get("accumulate", 1))
+    ids, flags = (jax.ShapeDtypeStruct((rows, options.get("length", 4096)), d) for d in (jnp.int32, jnp.bool_))
+    batch = zoo.Batch(ids, ids, ids, ids, flags)
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((state, batch))]
+    platform = find_target(target).platform
+    donated = len(jax.tree.leaves(state))
+    return footprint(step.trace(state, batch), shardings, platform=platform, donated=donated)
+
+
+# fmt: off
+RECORDED = [
+    # model, target, placement, options, arguments, device bytes
+    ("llama-3.1-8b", "h200", "recompute_all", {"mesh": "fsdp=8"}, 12045461528, 28171185265),
+    ("llama-3.1-8b", "h200", "save_all", {"mesh": "fsdp=8"}, 12045461528, 45203206001),
+    ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=8"}, 12045461528, 27896969841),
+    ("llama-3.3-70b", "h200", "recompute_all", {"mesh": "fsdp=32", "rows": 64}, 26457779224, 82974207121),
+    ("llama-3.1-8b", "h200", "offload_qkv", {"mesh": "fsdp=8", "rows": 32, "length": 2048, "accumulate": 4},
+     12045392361, 28295000000),
+    ("deepseek-v2-lite", "h200", "recompute_all", {"mesh": "expert=8"}, 37331941400, 60155192205),
+    ("qwen3-30b-a3b", "gb200", "offload_mlp", {"mesh": "fsdp=2,expert=8"}, 22899299864, 54400500000),
+    ("deepseek-v3", "gb200", "recompute_all", {"mesh": "fsdp=16,expert=8"}, 63997299352, 168650000000),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("model, target, placement, options, arguments, needed", RECORDED)
+def test_steps_that_were_compiled(model, target, placement, options, arguments, needed):
+    found = step_of(model, target, placement, **options)
+    assert found.arguments == pytest.approx(arguments, rel=1e-3)
+    assert found.device_bytes == pytest.approx(needed, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "placement, options, needed",
+    [
+        ("recompute_all", {"mesh": "fsdp=8", "layers": 8}, 14656450784),
+        ("save_all", {"mesh": "fsdp=8", "layers": 8}, 22327636448),
+        ("offload_qkv", {"mesh": "fsdp=8", "layers": 8}, 11679388064),
+    ],
+)
+def test_what_tpus_need_is_known_coarsely(placement, options, needed):
+    found = step_of("llama-3.1-8b", "tpu-v5p", placement, **options)
+    assert found.device_bytes == pytest.approx(needed, rel=0.2)
+
+
+def test_moments_are_named_by_what_is_in_them():
+    found = step_of("llama-3.2-1b", "h200", "recompute_all", mesh="fsdp=8", layers=4)
+    names = [moment.name for moment in found.moments]
+    assert "forward of layers.segments.0" in names and "backward of layers.segments.0" in names
+    assert "loss" in names and "optimizer" in names
+    top = max(found.moments, key=lambda moment: moment.bytes)
+    assert top.name == "backward of layers.segments.0" and top.bytes == found.device_bytes
+    sizes = [size for _, size in top.live]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) <= 12
+    assert "[1,8,4,4096,4096]" in top.live[0][0]  # of one device: attention's scores
+    kept = step_of("llama-3.2-1b", "h200", "save_all", mesh="fsdp=8", layers=4)
+    assert "backward of layers.segments.0" in [moment.name for moment in kept.moments]
+    assert kept.device_bytes > found.device_bytes
+    texts = [text for moment in kept.moments for text, _ in moment.live]
+    assert any("layers.segments.0.mlp.gate" in text for text in texts)
+
+
+def test_buffers_never_end_before_they_begin():
+    def loss(w, x):
+        return loss_of_remat(w, x) ** 2
+
+    closed = jax.make_jaxpr(jax.grad(loss))(square(3), square())
+    program = Buffers(closed, [None, None], "cuda")
+    found = lifetimes(program, [])
+    assert found and all(0 <= buffer.begin <= buffer.end for buffer in found)
+
+
+def test_a_chain_needs_what_the_compiler_says(gpu):
+    def both(x, w):
+        return jnp.sin(jnp.tanh(x @ w) + 1) @ w
+
+    args = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 2
+    call = prepare(both, tuple(args), {})
+    closed = jax.make_jaxpr(call.function)(call.inputs)
+    compiled = policies.compile_ahead(both, *args, target=gpu)
+    assert footprint(closed, call.shardings, platform="cuda").device_bytes == pytest.approx(
+        compiled.device_bytes, rel=0.15
+    )

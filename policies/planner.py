@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from .accelerators import Target, target as find_target
 from .activation import Placement
-from .ahead import check_options
+from .ahead import Ahead, CompileError, check_options, compile_ahead
 from .assembling import Assembly, products
 from .blocks import read_blocks
 from .costs import Cost, expert_fill, total
@@ -27,7 +28,8 @@ from .solving import solve
 from .spaces import HOST_MEMORY
 from .staging import Reference, phases
 
-_PIECES = 4  # groups of layers in a stack, where nothing else is said
+_ROUNDS = 5  # compilations of one plan after the other
+_SPARE = 0.02  # of device memory: so much less is tried first where a compiler refuses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,7 @@ def plan(
     segments: int | None = None,
     layers: int | None = None,
     pipelined: bool = True,
+    calibrate: bool = False,
     dtype: str | None = None,
     fused_attention: bool = False,
     **kwargs: Any,
@@ -77,26 +80,34 @@ def plan(
         with `policies.xla_flags`, its share of the host's memory, and of the pool of pinned memory that those flags ask
         for.
     - `reserved_bytes`: of device memory, for what the function doesn't show: an optimizer's state, for a loss.
-    - `segments`: into how many groups of layers, at most, each stack may be cut, each placed on its own. By default
-        4 for a training step, and those that there are for anything else.
+    - `segments`: into how many groups of layers, at most, each stack may be cut, each placed on its own. More choose
+        finer, compile longer, and need more memory than is predicted where several of them move activations. By
+        default those that there are.
     - `layers`: how often a single layer runs, one after the other, where `function` is one.
     - `pipelined`: whether a layer's transfers run beside other layers' computation, as with `policies.xla_flags`. False
         has everything wait for them.
+    - `calibrate`: whether to ask the hardware's compiler, which must be installed, for device memory: the plan is
+        compiled, what it needs takes the place of what was predicted, and if that doesn't fit, or leaves much unused,
+        the next best is tried. Takes what compiling takes, and again as often as that.
     - `dtype`: the number format of products, where it is another than the program's, such as `"float8"`.
     - `fused_attention`: counts attention's time as that of a fused kernel, which keeps scores on the chip and leaves
         out what the causal mask hides.
+
+    Without `calibrate` device memory is simulated from the program alone, in seconds: mostly within 5 % of what the
+    compiler says on GPUs, and within 30 % on TPUs. Host memory for activations is exact.
 
     Raises `Infeasible`, a ValueError, when nothing fits: it says by how much. ValueError for other arguments that can't
     be, TypeError where an option might be meant for the function.
     """
     given = dict(hardware=True, device_bytes=device_bytes, host_bytes=host_bytes, pinned_bytes=pinned_bytes,
-                 segments=segments, layers=layers, dtype=dtype)  # fmt: skip
+                 segments=segments, layers=layers, dtype=dtype, calibrate=calibrate or None)  # fmt: skip
     check_options(function, [name for name, value in given.items() if value is not None])
     options = Options(
         find_hardware(hardware), device_bytes, host_bytes, pinned_bytes, reserved_bytes, segments, pipelined,
         dtype, fused_attention,
     )  # fmt: skip
-    return Planner(options, Program(function, args, kwargs, layers)).plan()
+    planner = Planner(options, Program(function, args, kwargs, layers))
+    return planner.calibrated() if calibrate else planner.plan()
 
 
 class Planner:
@@ -111,8 +122,7 @@ class Planner:
         inner = 1 if mesh is None else [*mesh.shape.values()][-1]
         self.prices = Prices(self.hardware, self.devices, inner, options.dtype, options.fused_attention)
         blocks = read_blocks(program, devices=self.devices, platform=self.hardware.platform)
-        pieces = _PIECES if options.segments is None and program.is_step else options.segments
-        self.assembly = Assembly(program, blocks, self.prices, pieces)
+        self.assembly = Assembly(program, blocks, self.prices, options.segments)
         self._whole: Cost | None = None
         self.read_seconds = time.perf_counter() - start
 
@@ -151,6 +161,47 @@ class Planner:
             read_seconds=self.read_seconds,
             footprint=self.references[0].footprint,
         )
+
+    def calibrated(self) -> Plan:
+        """The best plan, its device memory being what the hardware's compiler says.
+
+        Raises Infeasible, ValueError for hardware that can't be compiled for, and as `policies.compile_ahead`.
+        """
+        target = find_target(self.hardware.name)
+        planner, best, plan, tried = self, None, self.plan(), set()
+        for _ in range(_ROUNDS):
+            tried.add(plan.decision)
+            compiled = self.compiled(plan, target)
+            if compiled.error is None:
+                planner = planner._shifted(compiled.device_bytes - plan.device_bytes)
+                found = planner.as_plan(plan.decision, plan.solve_seconds)
+                if planner.problem.fits(found.outcome) and (best is None or found.seconds < best.seconds):
+                    best = found
+                following = planner.plan()
+            else:
+                # A TPU's compiler says of what it refuses only that: more memory is left out until another is best.
+                following, share = plan, _SPARE
+                while following.decision in tried:
+                    planner = planner._shifted(round(share * plan.device_bytes))
+                    following, share = planner.plan(), 2 * share
+            if following.decision in tried:
+                break
+            plan = following
+        if best is None:
+            raise CompileError(f"after {_ROUNDS} compilations nothing that fits {target.description} was found")
+        return best
+
+    def compiled(self, plan: Plan, target: Target) -> Ahead:
+        """What the compiler of `target` says of a plan."""
+        function, args, kwargs = self.program.planned(plan.rules, plan.boundaries)
+        return compile_ahead(function, *args, target=target, **kwargs)
+
+    def _shifted(self, size: int) -> "Planner":
+        """This with so many more bytes of device memory taken at every moment."""
+        new = copy.copy(self)
+        moved = tuple(dataclasses.replace(phase, fixed=phase.fixed + size) for phase in self.problem.phases)
+        new.__dict__["problem"] = dataclasses.replace(self.problem, phases=moved)
+        return new
 
     def largest_batch(self) -> int:
         """The most sequences of a step, in as many micro-batches, with which some decision fits; 0 where none does.

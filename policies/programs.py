@@ -101,10 +101,14 @@ class Program:
         """The batch of a training step; None where that can't be told."""
         return next((a for a in (*self.args, *self.kwargs.values()) if hasattr(a, "tokens")), None)
 
-    def resegmented(self, boundaries: Sequence[int]) -> "Program":
-        """The same training step with its layers cut into segments at `boundaries`."""
-        step, state = self.function.resegmented(boundaries, self.state)
-        return Program(step, (state, self.batch), {})
+    def planned(self, placements: Mapping[str, Placement], boundaries: Sequence[int]) -> tuple[Any, tuple, dict]:
+        """The call under `placements`, by the paths that activations have once stacks are cut at `boundaries`."""
+        if not self.is_step:
+            return placed(self.function, self.args, self.kwargs, placements)
+        step, state = self.function, self.state
+        if self.stacks:
+            step, state = step.resegmented(boundaries, state)
+        return step.placed(placements), (state, self.batch), {}
 
     def resized(self, rows: int) -> "Program":
         """The same training step with a batch of so many sequences."""

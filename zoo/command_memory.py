@@ -81,7 +81,7 @@ def plan(
     ] = None,
     segments: Annotated[
         int | None,
-        typer.Option(min=1, help="How many groups of layers of a stack may be placed differently: 4 by default."),
+        typer.Option(min=1, help="How many groups of layers of a stack may be placed differently. By default one."),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Cut the model down to so many layers.")] = None,
     state_memory: Annotated[list[str] | None, typer.Option(help=STATE)] = None,
@@ -109,6 +109,10 @@ def plan(
     ] = None,
     largest_batch: Annotated[bool, typer.Option("--largest-batch", help="Find the largest global batch.")] = False,
     frontier: Annotated[bool, typer.Option("--frontier", help="Show step times for other amounts of memory.")] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Ask the hardware's compiler what device memory plans need, until one fits."),
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compile the planned step, and compare its memory with what was predicted.")
     ] = False,
@@ -130,7 +134,8 @@ def plan(
                 global_batch=global_batch, sequence=sequence, accumulate=accumulate, dtype=dtype, products=products,
                 segments=segments, layers=layers, state_memory=tuple(state_memory or ()), device_gib=device_gib,
                 host_gib=host_gib, pinned_gib=pinned_gib, pipelined=pipelined, fused_attention=fused_attention,
-                measured=measured, largest_batch=largest_batch, frontier=frontier, verify=verify, plot=plot, json=json,
+                measured=measured, largest_batch=largest_batch, frontier=frontier, calibrate=calibrate, verify=verify,
+                plot=plot, json=json,
             )
         )  # fmt: skip
         code = planning(console)

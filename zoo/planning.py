@@ -53,6 +53,7 @@ class Options:
     measured: pathlib.Path | None = None
     largest_batch: bool = False
     frontier: bool = False
+    calibrate: bool = False
     verify: bool = False
     plot: pathlib.Path | None = None
     json: pathlib.Path | None = None
@@ -67,7 +68,7 @@ def prepare(options: Options) -> "Planning":
     if options.measured is not None:
         hardware = hardware.measured(options.measured)
     target = hardware.target
-    if options.verify:
+    if options.verify or options.calibrate:
         if target is None:
             find_target(options.hardware)  # raises, naming what can be compiled for
         require_compiler(target.platform)
@@ -101,7 +102,7 @@ class Planning:
         with console.status("reading the program"):
             planner = self.planner()
             try:
-                plan = planner.plan()
+                plan = planner.calibrated() if self.options.calibrate else planner.plan()
             except Infeasible as error:
                 for line in self._unfit(planner, error):
                     say(line, "bold red")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import equinox as eqx
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from overspill import policies
 from overspill.policies import Activation, Infeasible, Placement, plan
+from overspill.policies.ahead import CompileError
 from overspill.policies.blocks import read_blocks
 from overspill.policies.machines import hardware
 from overspill.policies.planner import Options, Planner
@@ -219,3 +221,62 @@ def test_gradients_are_those_of_the_unplanned_layer():
     plain = jax.grad(lambda m: m(x).sum())(FEED)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
         assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
+
+
+class Compiler:
+    """A stand-in for `compile_ahead`, which needs more than is predicted, or refuses what is larger than `most`."""
+
+    def __init__(self, more=0, most=math.inf):
+        self.more, self.most, self.asked = more, most, []
+
+    def __call__(self, planner, plan, target):
+        predicted = math.floor(planner.problem.evaluate(plan.decision).device_bytes)
+        self.asked.append((plan.decision, predicted + self.more))
+        return types.SimpleNamespace(
+            error="RESOURCE_EXHAUSTED" if predicted > self.most else None, device_bytes=predicted + self.more
+        )
+
+
+@pytest.fixture
+def tight():
+    """A planner whose memory is full."""
+    free = Planner(Options(hardware("h100")), Program(FEED, (X,), {}, 16))
+    return free.limited(device_bytes=free.plan().device_bytes - 8 * BYTES)
+
+
+def compiler(monkeypatch, planner, **options):
+    fake = Compiler(**options)
+    monkeypatch.setattr(Planner, "compiled", lambda self, plan, target: fake(planner, plan, target))
+    return fake
+
+
+def test_a_calibrated_plan_needs_what_the_compiler_says(monkeypatch, tight):
+    asked = compiler(monkeypatch, tight, more=9 * BYTES).asked
+    made = tight.calibrated()
+    assert 2 <= len(asked) <= 5  # what was predicted to fit didn't
+    assert (made.decision, made.device_bytes) in asked
+    assert made.device_bytes <= tight.problem.limits.device_bytes
+    assert made.seconds >= tight.plan().seconds
+
+
+def test_a_calibrated_plan_uses_what_the_compiler_leaves(monkeypatch, tight):
+    asked = compiler(monkeypatch, tight, more=-12 * BYTES).asked
+    made = tight.calibrated()
+    assert made.seconds < tight.plan().seconds and len(asked) > 1
+    assert made.device_bytes <= tight.problem.limits.device_bytes
+
+
+def test_a_compiler_that_refuses_is_given_less(monkeypatch, tight):
+    before = tight.plan().device_bytes
+    asked = compiler(monkeypatch, tight, most=before - 1).asked
+    made = tight.calibrated()
+    assert len(asked) > 1 and made.device_bytes < before
+    assert made.seconds >= tight.plan().seconds
+
+
+def test_a_compiler_that_never_has_enough(monkeypatch, tight):
+    compiler(monkeypatch, tight, most=-1)
+    with pytest.raises((CompileError, Infeasible)):
+        tight.calibrated()
+    with pytest.raises(ValueError, match="there is no target"):
+        plan(FEED, X, hardware="rtx-4090", layers=2, calibrate=True)

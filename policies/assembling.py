@@ -112,8 +112,12 @@ class Assembly:
     def outside_seconds(self, products: Cost) -> int | float:
         """Of what is in no block: products, and the optimizer's pass over the state."""
         seconds = self.prices.operations(Work(products, 0.0, self.format))
-        # It reads and writes every array of the state, and reads as much of gradients again.
-        return seconds + self.prices.memory(3 * self.program.bytes_in("device"))
+        held = self.program.bytes_in(HOST_MEMORY)
+        # It reads and writes every array of the state, and reads as much of gradients again. What lives on the host
+        # comes and goes for it, both ways at once, while nothing else is left to compute.
+        out, back = self.prices.hardware.rates(both=True)
+        moved = max(held / out, held / back)
+        return seconds + moved + self.prices.memory(3 * (self.program.bytes_in("device") + held))
 
     @property
     def flops(self) -> int | float:

@@ -1,6 +1,7 @@
 """Pictures of a plan: device memory over a step, and step time over device memory. They need matplotlib."""
 
 import dataclasses
+import io
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,16 @@ def draw(plan: "Plan") -> Any:
             raise
         text = "plots need matplotlib: pip install 'overspill[plot]'"
         raise ModuleNotFoundError(text, name="matplotlib") from None
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
+
+    class Picture(Figure):
+        """Shows itself in a notebook, which knows how to show figures of pyplot only."""
+
+        def _repr_png_(self) -> bytes:
+            data = io.BytesIO()
+            self.savefig(data, format="png", dpi=80)
+            return data.getvalue()
+
+    figure = Picture(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_memory(left, plan)
     _draw_frontier(right, plan)

@@ -203,7 +203,7 @@ _WORDS = {Placement.DEVICE: "device", Placement.HOST: "host", Placement.RECOMPUT
 
 
 def _step(seconds: Number) -> str:
-    return f"{1e3 * seconds:,.1f} ms" if math.isfinite(seconds) else "forever"
+    return f"{1e3 * seconds:,.1f} ms" if 1e-3 <= seconds < math.inf else format_seconds(seconds)
 
 
 def _percent(part: Number, digits: int = 0) -> str:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .activation import Placement
 from .plan_reasons import over
-from .problem import Decision, Number, Outcome, Part, recomputed
-from .solving import GIB, frontier, marginal_seconds
+from .problem import Decision, Number, Outcome, Part, Problem, recomputed
+from .solving import GIB, frontier, marginal_seconds, solve
 
 if TYPE_CHECKING:
     from .planned import Plan
 
 _FASTER_LINK = 1.1
+_WORTH = 1e-3  # of a step: less is no reason to call something binding
 _MEMORIES = ("device memory", "host memory")
 _BASELINES = {
     "all recomputed": Placement.RECOMPUTE,
@@ -157,9 +158,11 @@ def binding(plan: "Plan") -> tuple[str, ...]:
         least = problem.repeats * math.fsum(g.layers * (g.forward_seconds + g.backward_seconds) for g in problem.groups)
         if outcome.seconds <= (least + unavoidable(plan) + problem.outside_seconds) * (1 + 1e-12):
             return ("compute",)
-        gain = plan.marginal()
-        found = [name for name, seconds in zip(_MEMORIES, gain[:2], strict=True) if seconds]
-        if not late and _other_choice(plan, gain.link):
+        found = [
+            name for name, limit in zip(_MEMORIES, ("device_bytes", "host_bytes"), strict=True)
+            if _without_limit(problem, limit) < outcome.seconds * (1 - _WORTH)
+        ]  # fmt: skip
+        if not late and _other_choice(plan, plan.marginal().link):
             # The fuller way; the one out, which the shorter pass has to hide, where there is none yet.
             late = {max(moved, key=lambda one: one.fullest_share).way if moved else "out"}
     found += [f"link {way}" for way in ("out", "in") if way in late]
@@ -173,7 +176,14 @@ def _other_choice(plan: "Plan", gain: Number) -> bool:
         problem, out_rate=problem.out_rate * _FASTER_LINK, in_rate=problem.in_rate * _FASTER_LINK
     )
     same = plan.seconds - faster.evaluate(plan.decision).seconds
-    return gain > same + 1e-9 * plan.seconds
+    return gain > same + _WORTH * plan.seconds
+
+
+def _without_limit(problem: Problem, limit: str) -> Number:
+    """Seconds of the best step with as much of one memory as it may want."""
+    more = {limit: math.inf} | ({"pinned_bytes": math.inf} if limit == "host_bytes" else {})
+    free = dataclasses.replace(problem, limits=dataclasses.replace(problem.limits, **more))
+    return free.evaluate(solve(free)).seconds
 
 
 def fits(plan: "Plan") -> bool:

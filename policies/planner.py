@@ -122,6 +122,8 @@ class Planner:
         inner = 1 if mesh is None else [*mesh.shape.values()][-1]
         self.prices = Prices(self.hardware, self.devices, inner, options.dtype, options.fused_attention)
         blocks = read_blocks(program, devices=self.devices, platform=self.hardware.platform)
+        if options.segments is not None and options.segments > 1 and not program.stacks:
+            raise ValueError(f"segments is {options.segments}: the program has no stack of layers that could be cut")
         self.assembly = Assembly(program, blocks, self.prices, options.segments)
         self._whole: Cost | None = None
         self.read_seconds = time.perf_counter() - start

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from .problem import Group, Phase, Problem
-from .solving import least_memory
+from .solving import Infeasible, least_memory
 
 
 def stretched(small: Problem, large: Problem, share: int | float) -> Problem:
@@ -59,7 +59,10 @@ def stretched(small: Problem, large: Problem, share: int | float) -> Problem:
 
 def fits(problem: Problem) -> bool:
     """Whether any decision keeps to the limits."""
-    _, outcome = least_memory(problem)
+    try:
+        _, outcome = least_memory(problem)
+    except Infeasible:  # not even on the host
+        return False
     return problem.fits(outcome)
 
 

@@ -14,6 +14,7 @@ from ..policies.accelerators import target as find_target
 from ..policies.ahead import Ahead, require_compiler
 from ..policies.machines import Hardware, hardware as find_hardware
 from ..policies.placing import place
+from ..policies.plan_reasons import format_seconds
 from ..policies.planned import Plan
 from ..policies.planner import Options as PlannerOptions, Planner
 from ..policies.programs import Program
@@ -108,7 +109,7 @@ class Planning:
                     say(line, "bold red")
                 return 1
         say(f"read and solved in {time.perf_counter() - start:.1f} s ({plan.solve_seconds:.2f} s to choose)")
-        for part in (plan, plan.explain(), plan.alternatives()):
+        for part in (plan, plan.alternatives(), plan.explain()):
             console.print(part)
         out: dict[str, Any] = {}
         if self.options.frontier:
@@ -166,6 +167,8 @@ class Planning:
         where = f"{self.family.layout.mesh.size:,} x {self.hardware.description}"
         mesh = ",".join(f"{name}={size}" for name, size in self.family.layout.mesh.shape.items())
         lines[-1] = f"{where} as {mesh}{'' if self.options.mesh else ' (chosen; --mesh takes another)'}"
+        if not self.options.fused_attention:
+            lines.append("attention's scores pass through memory (--fused-attention counts a fused kernel's time)")
         if self.hardware.announced:
             lines.append("the hardware's numbers are its vendor's announcement")
         return lines
@@ -175,11 +178,12 @@ class Planning:
         lines = [str(error)]
         rows = planner.largest_batch()
         if rows:
-            lines.append(f"it fits with a global batch of {rows:,}, or with more micro-batches (--accumulate)")
+            lines.append(f"it fits with a global batch of {rows:,}")
         else:
             lines.append("no smaller batch fits: cut the model over more devices (--devices, --mesh)")
         state = planner.state_bytes("opt_state")
-        if error.device_shortfall and state:
+        # XLA's compilers for GPUs bring the state in early, and need as much memory all the same.
+        if error.device_shortfall and state and self.hardware.platform == "tpu":
             lines.append(
                 f"the optimizer's state takes {format_bytes(state)} of each device: --state-memory 'optimizer.*=host' "
                 "moves it"
@@ -201,7 +205,7 @@ class Planning:
 def frontier_table(plan: Plan) -> Table:
     """Step time over device memory."""
     rows = [
-        (format_bytes(size), f"{1e3 * seconds:,.1f} ms", f"{seconds / plan.seconds:.3f}")
+        (format_bytes(size), format_seconds(seconds), f"{seconds / plan.seconds:.3f}")
         for size, seconds, _ in plan.frontier()
     ]
     return Table(("device memory", "step", "of the plan's"), rows, title="With less or more device memory")

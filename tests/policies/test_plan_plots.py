@@ -100,7 +100,8 @@ def test_figure(monkeypatch):
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     plan = make()
     figure = plan.plot()
-    assert type(figure) is figure_module.Figure
+    assert isinstance(figure, figure_module.Figure)
+    assert figure._repr_png_().startswith(b"\x89PNG")  # in a notebook
     # No window system, and no list of figures that are never freed.
     assert "matplotlib.pyplot" not in sys.modules
     memory, frontier = figure.axes

@@ -191,6 +191,7 @@ class Unnamed(eqx.Module):
          ValueError, "differentiates"),
         (lambda: plan(FEED, X, hardware="h100", layers=0), ValueError, "layers is 0"),
         (lambda: plan(FEED, X, hardware="h100", segments=True), ValueError, "segments is True"),
+        (lambda: plan(FEED, X, hardware="h100", segments=2), ValueError, "no stack of layers"),
         (lambda: plan(FEED, X, hardware="h100", device_bytes=-1), ValueError, "device_bytes is -1"),
         (lambda: plan(FEED, X, hardware="h100", device_bytes=math.nan), ValueError, "device_bytes is nan"),
         (lambda: plan(FEED, X, hardware="h100", dtype="int3"), ValueError, "no peak for int3"),

@@ -209,3 +209,13 @@ def test_model_flops_leave_out_what_is_computed_again():
     layer = 2 * tokens * weights + 4 * tokens * 128 * heads
     expected = 3 * (config.num_hidden_layers * layer + 2 * tokens * size * config.vocab_size)
     assert planned.plan().model_flops == pytest.approx(expected, rel=1e-9)
+
+
+def test_state_on_the_host_takes_its_time_for_the_update():
+    here, there = (
+        Planner(Options(hardware("h100")), program(LLAMA, None, 2, state_memory=memory))
+        for memory in (None, {"optimizer.*": "host"})
+    )
+    out, back = hardware("h100").rates(both=True)
+    moved = there.problem.host_fixed_bytes / min(out, back)
+    assert there.problem.outside_seconds == pytest.approx(here.problem.outside_seconds + moved)

@@ -48,16 +48,18 @@ class Assembly:
             if node.name is None or node.name in index or node.name not in useful:
                 continue
             index[node.name] = len(items)
+            # A layer may call one activation on several values.
+            size = self.program.sizes.get(node.name, 0) // block.times or node.bytes
             every = list(Placement)
             if not self.program.rows[node.name].activation.recomputable:
                 every.remove(Placement.RECOMPUTE)
-            if layers == 1:
+            if layers == 1 or not block.looped:
                 # Outside of loops XLA brings what went to the host back at once: moving it frees nothing.
                 every.remove(Placement.HOST)
             path = prefix + node.name.removeprefix(block.prefix) if block.prefix else node.name
             # Written to where it waits, and read from there.
-            kept = 2 * self.prices.memory(node.bytes)
-            items.append(Item(path, node.bytes, tuple(every), kept, kept))
+            kept = 2 * self.prices.memory(size)
+            items.append(Item(path, size, tuple(every), kept, kept))
         units = tuple(Unit(self._again(node.work), node.reads, node.wanted, index.get(node.name)) for node in nodes)
         forward, backward = self.prices.passes(block.graph.forward, block.graph.backward)
         fetched = self._fetched(stack)

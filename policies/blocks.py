@@ -23,11 +23,13 @@ class Block:
 
     - `prefix`: what the paths of its activations have in common, such as `moe_layers.segments.0`.
     - `times`: how often the program runs it: once for each layer of a stack.
+    - `looped`: whether a loop does.
     - `names`: of its activations.
     """
 
     prefix: str
     times: int
+    looped: bool
     names: tuple[str, ...]
     graph: Graph
 
@@ -39,6 +41,11 @@ class Region:
     jaxpr: Any
     times: int
     active: tuple[bool, ...]
+    looped: bool
+
+    @property
+    def shapes(self) -> list[str]:
+        return [str(v.aval) for v in self.jaxpr.invars]
 
 
 def read_blocks(program: Program, *, devices: int, platform: str) -> list[Block]:
@@ -63,13 +70,23 @@ def read_blocks(program: Program, *, devices: int, platform: str) -> list[Block]
         )
     fill = expert_fill(closed.jaxpr)
     found: dict[tuple[str, ...], Block] = {}
+    shapes: dict[tuple[str, ...], list[str]] = {}
     for region in regions:
         names = tuple(sorted(names_in(region.jaxpr)))
+        if unknown := sorted(set(names) - set(program.rows)):
+            raise ValueError(f"no Activation {unknown[0]!r} is in reach: pass the annotated module as an argument")
+        if hidden := sorted(_hidden(region.jaxpr)):
+            raise ValueError(
+                f"{hidden[0]!r} is computed in a loop, a branch or a checkpoint inside of what policies.checkpoint "
+                "wraps: wrap what runs in each round of the loop instead"
+            )
+        if shapes.setdefault(names, region.shapes) != region.shapes:
+            raise ValueError(f"{names[0]!r} and others are called on arrays of different sizes: plan these calls apart")
         if names in found:  # one module, called several times: it has one placement
             found[names] = dataclasses.replace(found[names], times=found[names].times + region.times)
             continue
         both = graph(_both(region), devices, platform, fill)
-        found[names] = Block(_prefix(names), region.times, names, both)
+        found[names] = Block(_prefix(names), region.times, region.looped, names, both)
     return list(found.values())
 
 
@@ -77,7 +94,7 @@ def _inexact(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _regions(jaxpr: Any, active: Sequence[bool], times: int) -> Iterator[Region]:
+def _regions(jaxpr: Any, active: Sequence[bool], times: int, looped: bool = False) -> Iterator[Region]:
     """The regions of a jaxpr whose inputs are `active` or not, at any depth."""
     env = dict(zip(jaxpr.invars, active, strict=True))
     for eqn in jaxpr.eqns:
@@ -86,14 +103,25 @@ def _regions(jaxpr: Any, active: Sequence[bool], times: int) -> Iterator[Region]
         env |= {v: out and _inexact(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype")}
         subs = list(subjaxprs(eqn))
         if eqn.primitive.name in _CHECKPOINTS and names_in(subs[0]):
-            yield Region(subs[0], times, tuple(inputs))
+            yield Region(subs[0], times, tuple(inputs), looped)
             continue
         if eqn.primitive.name == "scan":
             inputs = _carried(eqn, subs[0], inputs)
         times_here = times * int(eqn.params["length"]) if eqn.primitive.name == "scan" else times
         for sub in subs:
             if len(sub.invars) <= len(inputs) and names_in(sub):
-                yield from _regions(sub, inputs[len(inputs) - len(sub.invars) :], times_here)
+                inside = looped or eqn.primitive.name in ("scan", "while")
+                yield from _regions(sub, inputs[len(inputs) - len(sub.invars) :], times_here, inside)
+
+
+def _hidden(jaxpr: Any) -> set[str]:
+    """Names in a region that are given within loops, branches or checkpoints of its own."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        within = eqn.primitive.name in {"scan", "while", "cond", *_CHECKPOINTS}
+        for sub in subjaxprs(eqn):
+            found |= names_in(sub) if within else _hidden(sub)
+    return found
 
 
 def _carried(eqn: Any, body: Any, inputs: list[bool]) -> list[bool]:

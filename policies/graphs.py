@@ -19,7 +19,8 @@ _FUSED = {
     "gt", "ge", "select_n", "clamp", "convert_element_type", "broadcast_in_dim", "iota", "reshape", "squeeze",
     "expand_dims", "transpose", "rev", "slice", "concatenate", "pad", "copy", "copy_p", "stop_gradient", "shift_left",
     "shift_right_logical", "shift_right_arithmetic", "bitcast_convert_type", "real", "imag", "nextafter",
-    "population_count", "split",
+    "population_count", "split", "one_minus_square", "log2", "polynomial", "tan", "sinh", "cosh", "asin", "acos",
+    "atan", "atan2", "asinh", "acosh", "atanh", "lgamma", "digamma", "conj", "complex", "mulhi",
 }  # fmt: skip
 # What compilers read through such chains, and write: sums and their like.
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin",

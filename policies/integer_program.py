@@ -161,6 +161,8 @@ class Program:
             room = limit - memory.base
             if room < -1e-9 * max(1.0, abs(limit)):
                 return None
+            if not memory.most and room < 0:
+                return None
             if room < memory.most:
                 scale = _BYTES_SCALE / memory.most
                 rows.append(({c: w * scale for c, w in memory.weights.items()}, -math.inf, max(room, 0.0) * scale))

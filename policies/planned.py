@@ -21,7 +21,7 @@ from .problem import Decision, Group, Number, Outcome, Problem
 from .report import Table
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """The fastest way to place a program's activations within its memory; made by `policies.plan`.
 

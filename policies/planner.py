@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import numbers
 import time
 from collections.abc import Callable
 from typing import Any
@@ -217,9 +218,16 @@ class Planner:
         large = Planner(self.options, self.program.resized(2 * rows)).problem
         parts = largest(lambda parts: stretched(self.problem, large, parts * unit / rows - 1))
         # Buffers share memory in other ways with another batch: read the program that is promised to fit.
-        while parts and not fits(Planner(self.options, self.program.resized(parts * unit)).problem):
-            parts -= max(1, parts // 100)
-        return parts * unit
+        def really(parts: int) -> bool:
+            return fits(Planner(self.options, self.program.resized(parts * unit)).problem)
+
+        if not parts or really(parts):
+            return parts * unit
+        low, high = 0, parts
+        while high - low > max(1, parts // 50):
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if really(middle) else (low, middle)
+        return low * unit
 
     def limited(
         self,
@@ -315,8 +323,11 @@ class Planner:
 def _check(options: Options) -> None:
     for name in ("device_bytes", "host_bytes", "pinned_bytes", "reserved_bytes"):
         value = getattr(options, name)
-        if value is not None and not (isinstance(value, int | float) and value >= 0):
-            raise ValueError(f"{name} is {value!r}: a limit is 0 bytes or more")
+        if value is None:
+            continue
+        most = 2**60 if name == "reserved_bytes" else math.inf
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value <= most:
+            raise ValueError(f"{name} is {value!r:.40}: a number of bytes is needed, 0 or more")
     value = options.segments
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"segments is {value!r}: a whole number of 1 or more is needed")

@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 
 from .activation import Annotation, Placement, annotations, named
 from .calls import is_step, placed, plain, prepare
+from .cuts import Partition
+from .jaxprs import Program as Traced
 from .pieces import Layers, find_stacks
 from .remat import Checkpointed, checkpoint
 from .spaces import HOST_MEMORY
@@ -72,6 +74,22 @@ class Program:
             return closed, tuple(i < count and _inexact(v.aval) for i, v in enumerate(closed.jaxpr.invars))
         closed = plain(self.function, self.args, self.kwargs).closed
         return closed, tuple(_inexact(v.aval) for v in closed.jaxpr.invars)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes on one device of all that each name of the forward pass stands on, however often it is called."""
+        closed, _ = self.forward
+        if self.is_step:
+            state, batch = self.function.settled(self.state, self.batch)
+            inputs = jax.tree.leaves((state.params, state.buffers, batch))
+        else:
+            inputs = plain(self.function, self.args, self.kwargs).inputs
+        shardings = [getattr(leaf, "sharding", None) for leaf in inputs]
+        traced, partition = Traced(closed, [f"input {i}" for i in range(len(inputs))], shardings), Partition()
+        sizes: dict[str, int] = {}
+        for value, times in traced.tagged:
+            sizes[value.name] = sizes.get(value.name, 0) + times * partition.bytes(value)
+        return sizes
 
     def trace(self, placements: Mapping[str, Placement]) -> tuple[Any, list[Any], range]:
         """The program with both passes under `placements`, the shardings of its inputs, and which are donated."""
@@ -154,6 +172,8 @@ def _stacked(module: Any, args: tuple, kwargs: dict, layers: int) -> tuple[Any, 
         return out[0] if isinstance(out, tuple | list) else out
 
     made = eqx.filter_eval_shape(lambda module, args, kwargs: first(module(*args, **kwargs)), module, args, kwargs)
+    if not hasattr(args[0], "shape"):
+        raise ValueError(f"layers: a layer that is repeated hands on one array, not {type(args[0]).__name__}")
     if getattr(made, "shape", None) != args[0].shape or made.dtype != args[0].dtype:
         raise ValueError(
             f"layers: a layer that is repeated gives what it takes, {args[0].dtype}{list(args[0].shape)}, "

@@ -120,7 +120,10 @@ def frontier(problem: Problem, points: int = 12) -> list[tuple[Decision, Outcome
     found.append(last)
     kept = [first]
     for point in found[1:]:
-        if point[1].seconds < kept[-1][1].seconds * (1 - 1e-9) and point[1].device_bytes > kept[-1][1].device_bytes:
+        if point[1].seconds < kept[-1][1].seconds * (1 - 1e-9):
+            # One of the curve may be slower than the next that takes no more: then it isn't of the curve.
+            while kept and kept[-1][1].device_bytes >= point[1].device_bytes:
+                kept.pop()
             kept.append(point)
     return kept
 

@@ -11,7 +11,11 @@ _COLUMNS = ("step", "loss", "mtp_loss", "balance_loss", "grad_norm", "tokens", "
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file whole or not at all; what is no plain file, such as a pipe, is written to as it is."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

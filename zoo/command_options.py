@@ -1,6 +1,7 @@
 """What the commands of `overspill` share: where they print, how they refuse, options that several of them have."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -9,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+if sys.stdout is None:  # closed: there is nobody to print for
+    sys.stdout = open(os.devnull, "w")
 # Piped or logged, lines are wide enough for the tables: rich would take 80 columns.
 _WIDTH = None if sys.stdout.isatty() else 140
 console = Console(highlight=False, width=_WIDTH)

@@ -1,6 +1,7 @@
 """`overspill plan`: where each activation of a model's training step should wait, and what that gives."""
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import time
@@ -77,6 +78,8 @@ def prepare(options: Options) -> "Planning":
         check_file(path)
     if options.plot is not None and options.plot.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot {str(options.plot)!r}: a picture's name ends in .png, .pdf or .svg")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("plots need matplotlib: pip install 'overspill[plot]'")
     family = assemble(
         ProvingOptions(
             options.model, options.hardware, options.devices, options.mesh, options.rules, options.global_batch,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 from overspill import policies
 from overspill.policies import Activation, Infeasible, Placement, plan
@@ -281,3 +282,72 @@ def test_a_compiler_that_never_has_enough(monkeypatch, tight):
         tight.calibrated()
     with pytest.raises(ValueError, match="there is no target"):
         plan(FEED, X, hardware="rtx-4090", layers=2, calibrate=True)
+
+
+class Twice(Feed):
+    """One activation on two values."""
+
+    def __call__(self, x):
+        x = self.inner(x)
+        for _ in range(2):
+            x = x + self.active(jax.nn.gelu(self.wide(x @ self.up.T))) @ self.down.T
+        return x
+
+
+class Looped(Feed):
+    """Activations within a loop of the layer's own."""
+
+    def __call__(self, x):
+        return jax.lax.scan(lambda x, _: (super(Looped, self).__call__(x), None), x, None, length=3)[0]
+
+
+def test_an_activation_on_two_values_weighs_both():
+    planner = Planner(Options(hardware("h100")), Program(Twice(jax.random.key(0)), (X,), {}, 8))
+    (group,) = planner.assembly.groups
+    sizes = {item.path: item.bytes for item in group.items}
+    assert sizes["wide"] == 2 * BYTES
+    found = policies.census(*planner.program.planned({"wide": Placement.HOST}, ())[:1], *planner.program.args)
+    assert found.of("wide")
+
+
+@pytest.mark.parametrize("spec", [P("data", None, None), P(("data", "more"), None, None), P()])
+def test_what_one_device_of_a_mesh_keeps(spec):
+    mesh = AbstractMesh((4, 2), ("data", "more"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, spec))
+
+    def loss(layer, x):
+        step = lambda x, _: (policies.checkpoint(layer, prevent_cse=False)(x), None)
+        return jnp.sum(jax.lax.scan(step, x, None, length=8)[0])
+
+    planner = Planner(Options(hardware("h100")), Program(loss, (FEED, x), {}))
+    kept = policies.census(loss, policies.place(FEED, "offload_all"), x)
+    needed = {item.path for group in planner.assembly.groups for item in group.items}
+    expected = sum(e.shard_bytes for name in needed for e in kept.of(name))
+    # What is computed from others that are kept needn't be kept itself.
+    sizes = {item.path: 8 * item.bytes for group in planner.assembly.groups for item in group.items}
+    assert {name: sum(e.shard_bytes for e in kept.of(name)) for name in needed if kept.of(name)} == {
+        name: size for name, size in sizes.items() if kept.of(name)
+    }
+    assert expected
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "words"),
+    [
+        (Looped(jax.random.key(0)), (X,), "computed in a loop"),
+        (lambda x: jnp.sum(policies.checkpoint(FEED)(x)), (X,), "in reach"),
+        (lambda m, x: jnp.sum(policies.checkpoint(m)(x)) + jnp.sum(policies.checkpoint(m)(x[:2])), (FEED, X),
+         "different sizes"),
+    ],
+)  # fmt: skip
+def test_what_the_planner_cannot_see_is_refused(function, args, words):
+    with pytest.raises(ValueError, match=words):
+        plan(function, *args, hardware="h100")
+
+
+def test_calls_outside_of_loops_are_not_moved():
+    def loss(layer, x):
+        return jnp.sum(policies.checkpoint(layer)(policies.checkpoint(layer)(x)))
+
+    planner = Planner(Options(hardware("h100")), Program(loss, (FEED, X), {}))
+    assert all(Placement.HOST not in item.placements for g in planner.assembly.groups for item in g.items)

@@ -57,8 +57,8 @@ class Assembly:
                 # Outside of loops XLA brings what went to the host back at once: moving it frees nothing.
                 every.remove(Placement.HOST)
             path = prefix + node.name.removeprefix(block.prefix) if block.prefix else node.name
-            # Written to where it waits, and read from there.
-            kept = 2 * self.prices.memory(size)
+            # Copied into the stack of all layers, and out of it; outside of loops it stays where it was made.
+            kept = 2 * self.prices.memory(size) if block.looped else 0.0
             items.append(Item(path, size, tuple(every), kept, kept))
         units = tuple(Unit(self._again(node.work), node.reads, node.wanted, index.get(node.name)) for node in nodes)
         forward, backward = self.prices.passes(block.graph.forward, block.graph.backward)

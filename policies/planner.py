@@ -256,7 +256,7 @@ class Planner:
             groups=assembly.groups,
             phases=tuple(
                 dataclasses.replace(phase, fixed=phase.fixed + options.reserved_bytes)
-                for phase in phases(assembly.groups, self.references, gradients)
+                for phase in phases(assembly.groups, self.references, gradients, as_cut=options.segments is None)
             ),
             limits=self._limits(),
             outside_seconds=assembly.outside_seconds(self.outside),

@@ -17,7 +17,7 @@ class Reference:
 
 
 def phases(
-    groups: Sequence[Group], references: Sequence[Reference], gradients: Mapping[str, float]
+    groups: Sequence[Group], references: Sequence[Reference], gradients: Mapping[str, float], *, as_cut: bool
 ) -> tuple[Phase, ...]:
     """The moments of a step as sums over what is placed where.
 
@@ -26,13 +26,29 @@ def phases(
     - `references`: simulations under other decisions. The first is the base; of each of the others the memory that the
         sums don't explain is spread over what is placed otherwise in it, by size.
     - `gradients`: by stack, bytes of the gradients of one layer, which pile up during the backward pass.
+    - `as_cut`: whether the groups are the segments of the simulated step, not parts that its stacks are yet to be cut
+        into.
     """
-    base = references[0]
-    return tuple(
-        phase
-        for moment in base.footprint.moments
-        for phase in _of_moment(moment, groups, references, gradients)
-    )
+    moments = references[0].footprint.moments
+    if as_cut:
+        return tuple(phase for moment in moments for phase in _of_segment(moment, groups, references))
+    return tuple(phase for moment in moments for phase in _of_moment(moment, groups, references, gradients))
+
+
+def _of_segment(moment: Moment, groups: Sequence[Group], references: Sequence[Reference]) -> list[Phase]:
+    """The phase of a moment of a step that is cut like the groups."""
+    way, _, where = moment.name.partition(" of ")
+    own = next((g for g, group in enumerate(groups) if where and where in (_segment(group), group.name)), None)
+    if own is None:
+        live = range(len(groups)) if way in ("loss", "forward", "backward") else ()
+        return [_fitted(moment.name, moment.name, groups, live, None, references, 0.0)]
+    return [_fitted(f"{way} of {groups[own].name}", moment.name, groups, range(own + 1), own, references, 0.0)]
+
+
+def _segment(group: Group) -> str:
+    """What a group's activations are called by, as `moe_layers.segments.0`."""
+    first = group.items[0].path.removeprefix(f"{group.stack}.").split(".") if group.items else []
+    return ".".join([group.stack, *first[:2]]) if first[:1] == ["segments"] else group.stack
 
 
 def _of_moment(

@@ -219,3 +219,12 @@ def test_state_on_the_host_takes_its_time_for_the_update():
     out, back = hardware("h100").rates(both=True)
     moved = there.problem.host_fixed_bytes / min(out, back)
     assert there.problem.outside_seconds == pytest.approx(here.problem.outside_seconds + moved)
+
+
+@pytest.mark.parametrize("segments", [(), (3, 6)])
+def test_sums_of_memory_are_what_was_simulated(segments):
+    planned = Planner(Options(hardware("h100")), program(LLAMA, segments=segments))
+    assert len(planned.assembly.groups) == len(segments) + 1
+    for reference in planned.references:
+        summed = planned.problem.evaluate(reference.decision).device_bytes
+        assert summed == pytest.approx(reference.footprint.device_bytes, rel=1e-9)

@@ -227,4 +227,4 @@ def test_sums_of_memory_are_what_was_simulated(segments):
     assert len(planned.assembly.groups) == len(segments) + 1
     for reference in planned.references:
         summed = planned.problem.evaluate(reference.decision).device_bytes
-        assert summed == pytest.approx(reference.footprint.device_bytes, rel=1e-9)
+        assert summed == pytest.approx(reference.footprint.device_bytes, abs=2)  # rounded

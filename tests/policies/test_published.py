@@ -53,7 +53,8 @@ def test_deepseek_offload_is_offload(predicted):
     chosen = predicted[3]
     assert chosen["moe.experts.gate"][Placement.HOST.value] > 29
     for path in ("attention.query", "attention.key", "attention.value"):
-        assert set(chosen[path]) == {Placement.RECOMPUTE.value}
+        assert Placement.HOST.value not in chosen[path]
+        assert chosen[path][Placement.RECOMPUTE.value] > 29
 
 
 @pytest.mark.parametrize("source", ["NVIDIA, Llama-3.1-405B", "Intel, Llama-3.3-70B"])

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .costs import expert_fill
 from .graphs import Graph, graph
-from .jaxprs import Program as Traced, has_backward, names_in, subjaxprs
+from .jaxprs import Program as Traced, has_backward, is_inexact, names_in, subjaxprs
 from .programs import Program
 
 _CHECKPOINTS = {"checkpoint", "remat", "remat2"}
@@ -90,17 +90,13 @@ def read_blocks(program: Program, *, devices: int, platform: str) -> list[Block]
     return list(found.values())
 
 
-def _inexact(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
 def _regions(jaxpr: Any, active: Sequence[bool], times: int, looped: bool = False) -> Iterator[Region]:
     """The regions of a jaxpr whose inputs are `active` or not, at any depth."""
     env = dict(zip(jaxpr.invars, active, strict=True))
     for eqn in jaxpr.eqns:
         inputs = [not hasattr(v, "val") and env.get(v, False) for v in eqn.invars]
         out = any(inputs)
-        env |= {v: out and _inexact(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+        env |= {v: out and is_inexact(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype")}
         subs = list(subjaxprs(eqn))
         if eqn.primitive.name in _CHECKPOINTS and names_in(subs[0]):
             yield Region(subs[0], times, tuple(inputs), looped)
@@ -131,7 +127,7 @@ def _carried(eqn: Any, body: Any, inputs: list[bool]) -> list[bool]:
     first = sum(whole) - sum(carry)
     anything = any(inputs)
     return [
-        (active or (anything and first <= i < first + sum(carry))) and _inexact(v.aval)
+        (active or (anything and first <= i < first + sum(carry))) and is_inexact(v.aval)
         for i, (active, v) in enumerate(zip(inputs, body.invars, strict=True))
     ]
 
@@ -141,7 +137,7 @@ def _both(region: Region) -> Traced:
     run = jaxpr_as_fun(ClosedJaxpr(region.jaxpr, []))
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in region.jaxpr.invars]
     moving = [i for i, active in enumerate(region.active) if active]
-    outputs = [v.aval for v in region.jaxpr.outvars if _inexact(v.aval)]
+    outputs = [v.aval for v in region.jaxpr.outvars if is_inexact(v.aval)]
 
     def both(inputs: list[Any], cotangents: list[Any]) -> Any:
         def of_moving(values: list[Any]) -> list[Any]:

@@ -134,7 +134,8 @@ def has_backward(jaxpr: Any) -> bool:
     return any(is_transposed(eqn) or any(map(has_backward, subjaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
-def _differentiable(aval: Any) -> bool:
+def is_inexact(aval: Any) -> bool:
+    """Whether a gradient can pass through values of this type."""
     return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
 
 
@@ -225,7 +226,7 @@ class Program:
 
     @staticmethod
     def _made(aval: Any, eqn: Any, values: list[Value], after: bool) -> Value:
-        fixed = all(v.constant or (v.argument is not None and not _differentiable(v.aval)) for v in values)
+        fixed = all(v.constant or (v.argument is not None and not is_inexact(v.aval)) for v in values)
         return Value(aval, eqn, tuple(values), constant=fixed, backward=after)
 
     def _scan(self, eqn: Any, body: Any, values: list[Value], after: bool) -> list[Value]:

@@ -61,8 +61,8 @@ def _level(plan: "Plan", phase: Phase) -> Level:
     return Level(phase.name, arguments, sums[Placement.DEVICE], passing, phase.fixed - arguments)
 
 
-def draw(plan: "Plan") -> Any:
-    """A matplotlib Figure with both. Raises ModuleNotFoundError without matplotlib."""
+def figure_class() -> Any:
+    """Matplotlib's Figure. Raises ModuleNotFoundError, saying what to install, without it."""
     try:
         from matplotlib.figure import Figure  # not pyplot: no window system is asked for
     except ModuleNotFoundError as error:
@@ -70,8 +70,13 @@ def draw(plan: "Plan") -> Any:
             raise
         text = "plots need matplotlib: pip install 'overspill[plot]'"
         raise ModuleNotFoundError(text, name="matplotlib") from None
+    return Figure
 
-    class Picture(Figure):
+
+def draw(plan: "Plan") -> Any:
+    """A matplotlib Figure with both. Raises ModuleNotFoundError without matplotlib."""
+
+    class Picture(figure_class()):
         """Shows itself in a notebook, which knows how to show figures of pyplot only."""
 
         def _repr_png_(self) -> bytes:

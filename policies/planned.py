@@ -169,11 +169,11 @@ class Plan:
     def binding(self) -> tuple[str, ...]:
         """What keeps a step from being faster: names among these, in this order.
 
-        - `"device memory"`, `"host memory"`: one GiB more of it, and another choice, would make a step faster. In a
-          plan that doesn't keep to its limits, what it has too little of.
+        - `"device memory"`, `"host memory"`: with as much of it as it may want, another choice would make a step faster
+          by a thousandth or more. In a plan that doesn't keep to its limits, what it has too little of.
         - `"link out"`, `"link in"`: in some group of layers the transfers to the host, or from it, take longer than
-          what is computed beside them, or a link 10 % faster would make another choice the best: then the way that is
-          the fuller. Without pipelining: whatever is moved that way.
+          what is computed beside them, or a link 10 % faster would make another choice the best, by as much: then the
+          way that is the fuller. Without pipelining: whatever is moved that way.
         - `"compute"`: nothing of these. Only faster computation, or faster device memory, would help.
         """
         return binding(self)

@@ -24,7 +24,7 @@ from .planned import Plan
 from .pricing import Prices
 from .problem import Decision, Limits, Problem
 from .programs import Program
-from .scaling import fits, largest, stretched
+from .scaling import bisected, fits, largest, stretched
 from .solving import solve
 from .spaces import HOST_MEMORY
 from .staging import Reference, phases
@@ -69,12 +69,12 @@ def plan(
 
     Everything is read from the program: what each activation weighs, what computing it again takes, from which others.
     The choice among device, host and recomputation is exact for that model of the step (`policies.problem.Problem`).
-    Only traces: nothing is computed or compiled.
+    Only traces, unless `calibrate` asks for more: nothing is computed.
 
     **Arguments:**
 
     - `function`: a training step of `zoo.make_train_step`, with the mesh it was made for; or a loss, or an annotated
-        layer on its own. What runs under `policies.checkpoint` is what is planned; a function without one as a whole.
+        layer on its own. What runs under `policies.checkpoint` is what is planned; a layer without one as a whole.
     - `args`, `kwargs`: its arguments, concrete or abstract.
     - `hardware`: a name of `policies.hardwares()`, or an entry, such as one with what `overspill selftest` measured.
     - `device_bytes`, `host_bytes`, `pinned_bytes`: limits for one device; by default what a program gets of its memory
@@ -88,8 +88,8 @@ def plan(
     - `pipelined`: whether a layer's transfers run beside other layers' computation, as with `policies.xla_flags`. False
         has everything wait for them.
     - `calibrate`: whether to ask the hardware's compiler, which must be installed, for device memory: the plan is
-        compiled, what it needs takes the place of what was predicted, and if that doesn't fit, or leaves much unused,
-        the next best is tried. Takes what compiling takes, and again as often as that.
+        compiled, what it needs takes the place of what was predicted, and if another plan is the best then, that one
+        is tried. Takes what compiling takes, and again as often as that.
     - `dtype`: the number format of products, where it is another than the program's, such as `"float8"`.
     - `fused_attention`: counts attention's time as that of a fused kernel, which keeps scores on the chip and leaves
         out what the causal mask hides.
@@ -217,17 +217,14 @@ class Planner:
         rows, unit = self.program.batch.tokens.shape[0], self.program.function.rows_at_least
         large = Planner(self.options, self.program.resized(2 * rows)).problem
         parts = largest(lambda parts: stretched(self.problem, large, parts * unit / rows - 1))
-        # Buffers share memory in other ways with another batch: read the program that is promised to fit.
+
         def really(parts: int) -> bool:
             return fits(Planner(self.options, self.program.resized(parts * unit)).problem)
 
-        if not parts or really(parts):
-            return parts * unit
-        low, high = 0, parts
-        while high - low > max(1, parts // 50):
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if really(middle) else (low, middle)
-        return low * unit
+        # Buffers share memory in other ways with another batch: the program that is promised to fit is read.
+        if parts and not really(parts):
+            parts = bisected(0, parts, really, within=max(1, parts // 50))
+        return parts * unit
 
     def limited(
         self,

@@ -7,13 +7,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from .activation import Annotation, Placement, annotations, named
-from .calls import is_step, placed, plain, prepare
+from .calls import Call, is_step, placed, plain, prepare
 from .cuts import Partition
-from .jaxprs import Program as Traced
+from .jaxprs import Program as Traced, is_inexact
 from .pieces import Layers, find_stacks
 from .remat import Checkpointed, checkpoint
 from .spaces import HOST_MEMORY
@@ -46,12 +45,17 @@ class Program:
         self.function, self.args, self.kwargs = function, args, kwargs
 
     @functools.cached_property
+    def _call(self) -> Call:
+        """A loss or a layer, traced as it is."""
+        return plain(self.function, self.args, self.kwargs)
+
+    @functools.cached_property
     def rows(self) -> dict[str, Annotation]:
         """The annotated activations by the names that they have in the traced program."""
         if self.is_step:
             rows = annotations(named(self.function.annotated))
         else:
-            rows = plain(self.function, self.args, self.kwargs).rows
+            rows = self._call.rows
         return {row.path: row for row in rows}
 
     @functools.cached_property
@@ -71,9 +75,9 @@ class Program:
             loss, moving, rest = self.function.differentiated(*self.args, **self.kwargs)
             closed = jax.make_jaxpr(loss)(moving, rest)
             count = len(jax.tree.leaves(moving))
-            return closed, tuple(i < count and _inexact(v.aval) for i, v in enumerate(closed.jaxpr.invars))
-        closed = plain(self.function, self.args, self.kwargs).closed
-        return closed, tuple(_inexact(v.aval) for v in closed.jaxpr.invars)
+            return closed, tuple(i < count and is_inexact(v.aval) for i, v in enumerate(closed.jaxpr.invars))
+        closed = self._call.closed
+        return closed, tuple(is_inexact(v.aval) for v in closed.jaxpr.invars)
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -83,7 +87,7 @@ class Program:
             state, batch = self.function.settled(self.state, self.batch)
             inputs = jax.tree.leaves((state.params, state.buffers, batch))
         else:
-            inputs = plain(self.function, self.args, self.kwargs).inputs
+            inputs = self._call.inputs
         shardings = [getattr(leaf, "sharding", None) for leaf in inputs]
         traced, partition = Traced(closed, [f"input {i}" for i in range(len(inputs))], shardings), Partition()
         sizes: dict[str, int] = {}
@@ -156,10 +160,6 @@ class Program:
             leaves = [leaf for path, leaf in self.state.params.items() if path.startswith(f"{stack.path}.")]
             out[stack.path] = sum(math.prod(_local_shape(leaf)) for leaf in leaves) * width / stack.num_layers
         return out
-
-
-def _inexact(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _stacked(module: Any, args: tuple, kwargs: dict, layers: int) -> tuple[Any, tuple, dict]:

@@ -73,7 +73,12 @@ def largest(problem_of: Callable[[int], Problem], most: int = 2**20) -> int:
     low, high = 1, 2
     while high <= most and fits(problem_of(high)):
         low, high = high, 2 * high
-    while high - low > 1:
+    return bisected(low, high, lambda parts: fits(problem_of(parts)))
+
+
+def bisected(low: int, high: int, works: Callable[[int], bool], within: int = 1) -> int:
+    """The largest number that works, or one less by no more than `within`, where `low` does and `high` doesn't."""
+    while high - low > within:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(problem_of(middle)) else (low, middle)
+        low, high = (middle, high) if works(middle) else (low, middle)
     return low

@@ -40,9 +40,15 @@ def _of_segment(moment: Moment, groups: Sequence[Group], references: Sequence[Re
     way, _, where = moment.name.partition(" of ")
     own = next((g for g, group in enumerate(groups) if where and where in (_segment(group), group.name)), None)
     if own is None:
-        live = range(len(groups)) if way in ("loss", "forward", "backward") else ()
-        return [_fitted(moment.name, moment.name, groups, live, None, references, 0.0)]
+        return [_elsewhere(moment, groups, references)]
     return [_fitted(f"{way} of {groups[own].name}", moment.name, groups, range(own + 1), own, references, 0.0)]
+
+
+def _elsewhere(moment: Moment, groups: Sequence[Group], references: Sequence[Reference]) -> Phase:
+    """The phase of a moment in no group: in the passes everything that is kept is there, in the optimizer nothing."""
+    way = moment.name.partition(" of ")[0]
+    live = range(len(groups)) if way in ("loss", "forward", "backward") else ()
+    return _fitted(moment.name, moment.name, groups, live, None, references, 0.0)
 
 
 def _segment(group: Group) -> str:
@@ -57,11 +63,8 @@ def _of_moment(
     """The phases of a moment: one, or for a pass over a stack one for each of its groups."""
     way, _, where = moment.name.partition(" of ")
     inside = [g for g, group in enumerate(groups) if where and _covers(where, group)]
-    if way == "optimizer" or (not inside and way not in ("loss", "forward", "backward")):
-        live: list[int] = []
-        return [_fitted(moment.name, moment.name, groups, live, None, references, 0.0)]
     if not inside:
-        return [_fitted(moment.name, moment.name, groups, list(range(len(groups))), None, references, 0.0)]
+        return [_elsewhere(moment, groups, references)]
     out = []
     for g in inside:
         # In the simulated step one loop runs all layers of the stack: gradients of all lie there from its start on.

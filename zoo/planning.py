@@ -1,7 +1,6 @@
 """`overspill plan`: where each activation of a model's training step should wait, and what that gives."""
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import time
@@ -15,6 +14,7 @@ from ..policies.accelerators import target as find_target
 from ..policies.ahead import Ahead, require_compiler
 from ..policies.machines import Hardware, hardware as find_hardware
 from ..policies.placing import place
+from ..policies.plan_plots import figure_class
 from ..policies.plan_reasons import format_seconds
 from ..policies.planned import Plan
 from ..policies.planner import Options as PlannerOptions, Planner
@@ -78,8 +78,8 @@ def prepare(options: Options) -> "Planning":
         check_file(path)
     if options.plot is not None and options.plot.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot {str(options.plot)!r}: a picture's name ends in .png, .pdf or .svg")
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("plots need matplotlib: pip install 'overspill[plot]'")
+    if options.plot is not None:
+        figure_class()  # raises without matplotlib
     family = assemble(
         ProvingOptions(
             options.model, options.hardware, options.devices, options.mesh, options.rules, options.global_batch,

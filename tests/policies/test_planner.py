@@ -351,3 +351,15 @@ def test_calls_outside_of_loops_are_not_moved():
 
     planner = Planner(Options(hardware("h100")), Program(loss, (FEED, X), {}))
     assert all(Placement.HOST not in item.placements for g in planner.assembly.groups for item in g.items)
+
+
+def test_transfers_that_nothing_hides_take_their_time():
+    # A link on which moving is worth it in either case, and takes time.
+    quick = dataclasses.replace(hardware("h100"), device_to_host=1e12, host_to_device=1e12, link_bandwidth=1e12)
+    free = plan(FEED, X, hardware=quick, layers=16)
+    limit = free.device_bytes - 12 * BYTES
+    beside, waiting = (
+        plan(FEED, X, hardware=quick, layers=16, device_bytes=limit, pipelined=way) for way in (True, False)
+    )
+    assert beside.host_bytes > 0
+    assert waiting.problem.pipelined is False and waiting.seconds > beside.seconds

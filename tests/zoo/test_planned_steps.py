@@ -228,3 +228,10 @@ def test_sums_of_memory_are_what_was_simulated(segments):
     for reference in planned.references:
         summed = planned.problem.evaluate(reference.decision).device_bytes
         assert summed == pytest.approx(reference.footprint.device_bytes, abs=2)  # rounded
+
+
+def test_a_fused_kernel_spares_the_scores(planners):
+    usual, fused = planners("llama"), planner(LLAMA, fused_attention=True)
+    for before, after in zip(usual.assembly.groups, fused.assembly.groups, strict=True):
+        assert after.forward_seconds < before.forward_seconds and after.backward_seconds < before.backward_seconds
+        assert after.items == before.items  # memory is the program's all the same

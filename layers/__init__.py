@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .mask import attention_mask as attention_mask
     from .mla import MLA as MLA
     from .mlp import MLP as MLP
-    from .moe import MoE as MoE
+    from .moe import MoE as MoE, in_rounds as in_rounds
     from .norm import RMSNorm as RMSNorm
     from .rotary import (
         DynamicScaling as DynamicScaling,
@@ -53,6 +53,7 @@ _ROOMS = {
     "cross_entropy": "loss",
     "dot_product_attention": "attention",
     "grouped_matmul": "grouped",
+    "in_rounds": "moe",
 }
 
 __all__ = list(_ROOMS)

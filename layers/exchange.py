@@ -67,13 +67,14 @@ def assign(
     by_row = (cut(grid.rows),) * 4
     given = (indices,) if token_mask is None else (indices, token_mask)
     local = grid.map(
-        functools.partial(_assign, grid, num_experts), (grid.tokens,) * len(given), (*by_row, cut(grid.experts))
+        functools.partial(choose, grid, num_experts), (grid.tokens,) * len(given), (*by_row, cut(grid.experts))
     )
     *arrays, load = local(*given)
     return Exchange(*arrays, grid.pin(load, PartitionSpec()), grid, indices.shape[-1])
 
 
-def _assign(grid: Grid, num_experts: int, indices: Array, token_mask: Array | None = None) -> tuple[Array, ...]:
+def choose(grid: Grid, num_experts: int, indices: Array, token_mask: Array | None = None) -> tuple[Array, ...]:
+    """What a device has of the `arrays` of an `Exchange` of its tokens, and the load of its experts."""
     top_k = indices.shape[-1]
     expert = indices.reshape(-1, top_k).astype(jnp.int32)
     own = grid.own(num_experts)
@@ -197,6 +198,40 @@ def _back(grid: Grid, here: _Here, rows: Array) -> Array:
     return lax.platform_dependent(rows, cpu=padded, default=ragged)
 
 
+# What each device does of both ways and of their derivatives, between its own tokens and the rows of its experts.
+
+
+def send(grid: Grid, top_k: int, x: Array, *arrays: Array) -> Array:
+    """The rows that a device receives, when its own tokens are `x` [batch, sequence, features]."""
+    here = _here(top_k, arrays)
+    return _there(grid, here, x.reshape(-1, x.shape[-1]), here.slot // top_k)
+
+
+def send_transposed(grid: Grid, top_k: int, grad: Array, like: Array, *arrays: Array) -> Array:
+    """The gradient of a device's tokens, which have the batch and sequence of `like`, by that of its rows."""
+    slots = _back(grid, _here(top_k, arrays), grad).reshape(*like.shape[:2], top_k, -1)
+    return sum_over(jnp.sum(slots, axis=2, dtype=jnp.float32), grid.copied).astype(grad.dtype)
+
+
+def fetch(grid: Grid, rows: Array, weights: Array, *arrays: Array) -> Array:
+    """What comes back for a device's tokens, weighted by `weights` [batch, sequence, top_k] and summed in float32."""
+    slots = _back(grid, _here(weights.shape[-1], arrays), rows).reshape(*weights.shape, -1)
+    total = jnp.sum(slots.astype(jnp.float32) * weights.astype(jnp.float32)[..., None], axis=2)
+    return sum_over(total, grid.copied).astype(rows.dtype)
+
+
+def fetch_transposed(grid: Grid, rows: Array, weights: Array, grad: Array, *arrays: Array) -> tuple[Array, Array]:
+    """The gradients of the rows that a device computed and of the weights of its tokens."""
+    # The gradient travels bare, and its product with the rows comes back: they stay where they are.
+    here = _here(weights.shape[-1], arrays)
+    flat = weights.astype(jnp.float32).reshape(-1, 1)
+    own = _there(grid, here, grad.reshape(-1, grad.shape[-1]), here.slot // here.top_k).astype(jnp.float32)
+    products = jnp.sum(own * rows.astype(jnp.float32), axis=-1, keepdims=True)
+    grad_weights = sum_over(_back(grid, here, products).reshape(weights.shape), grid.copied)
+    weighted = own * _there(grid, here, flat, here.slot)
+    return weighted.astype(rows.dtype), grad_weights.astype(weights.dtype)
+
+
 def dispatch(x: Float[Array, "batch sequence features"], exchange: Exchange) -> Float[Array, "rows features"]:
     """A copy of each token for each expert it goes to, where that expert is. Each device has equally many rows."""
     x, *arrays = vary(x, *exchange.arrays)
@@ -205,11 +240,8 @@ def dispatch(x: Float[Array, "batch sequence features"], exchange: Exchange) -> 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dispatch(grid, top_k, x, arrays):
-    def local(x, *arrays):
-        here = _here(top_k, arrays)
-        return _there(grid, here, x.reshape(-1, x.shape[-1]), here.slot // top_k)
-
     by_row = cut(grid.rows)
+    local = functools.partial(send, grid, top_k)
     return grid.map(local, (grid.tokens, *(by_row,) * len(arrays)), by_row)(x, *arrays)
 
 
@@ -218,12 +250,9 @@ def _dispatch_forward(grid, top_k, x, arrays):
 
 
 def _dispatch_backward(grid, top_k, residuals, grad):
-    def local(grad, like, *arrays):
-        slots = _back(grid, _here(top_k, arrays), grad).reshape(*like.shape[:2], top_k, -1)
-        return sum_over(jnp.sum(slots, axis=2, dtype=jnp.float32), grid.copied).astype(grad.dtype)
-
     arrays, like = residuals
     by_row = cut(grid.rows)
+    local = functools.partial(send_transposed, grid, top_k)
     return grid.map(local, (by_row, grid.tokens, *(by_row,) * len(arrays)), grid.tokens)(grad, like, *arrays), None
 
 
@@ -240,12 +269,8 @@ def combine(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(grid, rows, weights, arrays):
-    def local(rows, weights, *arrays):
-        slots = _back(grid, _here(weights.shape[-1], arrays), rows).reshape(*weights.shape, -1)
-        total = jnp.sum(slots.astype(jnp.float32) * weights.astype(jnp.float32)[..., None], axis=2)
-        return sum_over(total, grid.copied).astype(rows.dtype)
-
     by_row = cut(grid.rows)
+    local = functools.partial(fetch, grid)
     return grid.map(local, (by_row, grid.tokens, *(by_row,) * len(arrays)), grid.tokens)(rows, weights, *arrays)
 
 
@@ -254,18 +279,9 @@ def _combine_forward(grid, rows, weights, arrays):
 
 
 def _combine_backward(grid, residuals, grad):
-    def local(rows, weights, grad, *arrays):
-        # The gradient travels bare, and its product with the rows comes back: they stay where they are.
-        here = _here(weights.shape[-1], arrays)
-        flat = weights.astype(jnp.float32).reshape(-1, 1)
-        own = _there(grid, here, grad.reshape(-1, grad.shape[-1]), here.slot // here.top_k).astype(jnp.float32)
-        products = jnp.sum(own * rows.astype(jnp.float32), axis=-1, keepdims=True)
-        grad_weights = sum_over(_back(grid, here, products).reshape(weights.shape), grid.copied)
-        weighted = own * _there(grid, here, flat, here.slot)
-        return weighted.astype(rows.dtype), grad_weights.astype(weights.dtype)
-
     rows, weights, arrays = residuals
     by_row, tokens = cut(grid.rows), grid.tokens
+    local = functools.partial(fetch_transposed, grid)
     local = grid.map(local, (by_row, tokens, tokens, *(by_row,) * len(arrays)), (by_row, tokens))
     return *local(rows, weights, grad, *arrays), None
 

@@ -1,7 +1,8 @@
 """Routed experts: rows sorted by expert, one grouped matmul per projection, and back. No capacity, no drops."""
 
 import functools
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,6 +15,13 @@ from ..policies.axes import manual_axes, vary
 from .grid import Grid
 from .grouped import grouped_matmul, grouped_matmul_over
 from .linear import check_sizes, normal
+
+ROWS = "batch*sequence*experts"  # the logical axes of rows
+
+
+def named(activation: Activation | None, x: Array) -> Array:
+    """`x` under its name, where it has one."""
+    return x if activation is None else activation(x)
 
 
 class Assignment(eqx.Module):
@@ -137,9 +145,9 @@ class Experts(eqx.Module):
         "up_bias": "experts mlp",
         "down_bias": "experts embed",
     }
-    gate: Activation
-    up: Activation
-    hidden: Activation
+    gate: Activation | None
+    up: Activation | None
+    hidden: Activation | None
     limit: float | None = eqx.field(static=True)
     alpha: float = eqx.field(static=True)
 
@@ -168,9 +176,7 @@ class Experts(eqx.Module):
             self.gate_bias, self.up_bias = (jnp.zeros((num_experts, expert_size), dtype) for _ in range(2))
             self.down_bias = jnp.zeros((num_experts, hidden_size), dtype)
         self.limit, self.alpha = None if limit is None else float(limit), float(alpha)
-        self.gate = Activation("gate", axes="batch*sequence*experts mlp")
-        self.up = Activation("up", axes="batch*sequence*experts mlp")
-        self.hidden = Activation("hidden", axes="batch*sequence*experts mlp")
+        self.gate, self.up, self.hidden = self.activations()
 
     @jax.named_scope("experts")
     def __call__(
@@ -181,24 +187,62 @@ class Experts(eqx.Module):
         With a `grid` they are those of each of its devices for its own experts, as `exchange` gives them.
         """
 
-        def affine(name: str, x: Array) -> Array:
-            weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias")
+        def multiply(name: str, x: Array) -> Array:
+            weight, axes = self.matrix(name)
             if grid is None:
-                multiply = lambda x, weight, axes: grouped_matmul(x, weight, group_sizes)
-            else:
-                multiply = lambda x, weight, axes: grouped_matmul_over(grid, axes, x, weight, group_sizes)
-            y = multiply(x, weight, self.axes[f"{name}_weight"])
-            if bias is None:
+                return grouped_matmul(x, weight, group_sizes)
+            return grouped_matmul_over(grid, axes, x, weight, group_sizes)
+
+        return self.formula(rows, multiply, lambda name, x: named(getattr(self, name), x))
+
+    @staticmethod
+    def activations() -> tuple[Activation, Activation, Activation]:
+        """What `gate`, `up` and `hidden` are where they can be placed."""
+        gate, up, hidden = (Activation(name, axes=ROWS + " mlp") for name in ("gate", "up", "hidden"))
+        return gate, up, hidden
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The names of the weights, and of the biases that there are."""
+        return tuple(name for name in self.axes if getattr(self, name) is not None)
+
+    def matrix(self, name: str) -> tuple[Array, str]:
+        """A weight, or a bias as a matrix of one column, and its logical axes."""
+        array, axes = getattr(self, name), self.axes[name]
+        return (array, axes) if array.ndim == 3 else (array[..., None], axes + " _")
+
+    @property
+    def formula(self) -> "Formula":
+        return Formula(self.gate_bias is not None, self.limit, self.alpha)
+
+
+class Formula(NamedTuple):
+    """What experts compute, without their arrays."""
+
+    biased: bool
+    limit: float | None
+    alpha: float
+
+    def __call__(
+        self,
+        rows: Array,
+        multiply: Callable[[str, Array], Array],
+        name: Callable[[str, Array], Array] = lambda name, x: x,
+    ) -> Array:
+        """`multiply` gives rows times one of `Experts.matrices`, `name` gives the value of an activation its name."""
+
+        def affine(matrix: str, x: Array) -> Array:
+            y = multiply(f"{matrix}_weight", x)
+            if not self.biased:
                 return y
             # The bias as the product of a one: its gradient is then a grouped sum too, where that of a gather would
             # be a scatter-add, and rows of no expert stay zero.
-            ones = jnp.ones((x.shape[0], 1), x.dtype)
-            return y + multiply(ones, bias[..., None], self.axes[f"{name}_bias"] + " _")
+            return y + multiply(f"{matrix}_bias", jnp.ones((x.shape[0], 1), x.dtype))
 
-        gate, up = self.gate(affine("gate", rows)), self.up(affine("up", rows))
+        gate, up = name("gate", affine("gate", rows)), name("up", affine("up", rows))
         if self.limit is None:
             hidden = jax.nn.silu(gate) * up
         else:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
             hidden = (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
-        return affine("down", self.hidden(hidden))
+        return affine("down", name("hidden", hidden))

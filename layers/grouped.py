@@ -1,5 +1,6 @@
 """Grouped matmul: rows sorted by group, each times its group's matrix."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -78,13 +79,14 @@ def _over(grid, axes, x, weight, group_sizes):
     cuts = grid.weight(axes)
 
     def local(x, weight, group_sizes):
-        return sum_over(rows_times_experts(x, weight, group_sizes[0], transpose=False), cuts[2])
+        return times_experts(cuts, x, weight, group_sizes[0])
 
     specs = cut(grid.rows, cuts[2]), cut(*cuts), cut(grid.rows)
-    return grid.map(local, specs, cut(grid.rows, cuts[1]))(x, _narrow(grid, axes, weight, x.dtype), group_sizes)
+    return grid.map(local, specs, cut(grid.rows, cuts[1]))(x, narrow(grid, axes, weight, x.dtype), group_sizes)
 
 
-def _narrow(grid: Grid, axes: str, weight: Array, dtype: Any) -> Array:
+def narrow(grid: Grid, axes: str, weight: Array, dtype: Any) -> Array:
+    """A weight in the dtype that it is multiplied in, still in the parts that it is stored in."""
     # Pinned after the cast as well: the partitioner would gather first and cast then.
     return grid.pin(weight.astype(dtype), grid.layout.stored(axes))
 
@@ -95,30 +97,67 @@ def _over_forward(grid, axes, x, weight, group_sizes):
 
 def _over_backward(grid, axes, residuals, grad):
     x, weight, group_sizes = residuals
-    cuts = grid.weight(axes)
-    left, scattered, out = set(grid.summed), [], []
-    for dim, (mine, stored) in enumerate(zip(cuts, grid.layout.parts(axes), strict=True)):
-        more = stored[len(mine) :] if stored[: len(mine)] == mine else ()
-        if more and left.issuperset(more):
-            left.difference_update(more)
-            scattered.append((dim, more))
-            mine = stored
-        out.append(mine)
+    cuts, gathering = grid.weight(axes), Gathering.of(grid, axes)
 
     def local(x, weight, group_sizes, grad):
-        grad_x = sum_over(rows_times_experts(grad, weight, group_sizes[0], transpose=True), cuts[1])
-        grad_weight = rows_times_rows(grad, x, group_sizes[0])
-        for dim, more in scattered:
-            grad_weight = lax.psum_scatter(grad_weight, more, scatter_dimension=dim, tiled=True)
-        return grad_x, sum_over(grad_weight, tuple(axis for axis in grid.summed if axis in left))
+        grad_x, grad_weight = times_experts_transposed(cuts, x, weight, group_sizes[0], grad)
+        return grad_x, gathering.summed(grad_weight)
 
     rows, wide = cut(grid.rows, cuts[2]), cut(grid.rows, cuts[1])
-    local = grid.map(local, (rows, cut(*cuts), cut(grid.rows), wide), (rows, cut(*out)))
-    grad_x, grad_weight = local(x, _narrow(grid, axes, weight, x.dtype), group_sizes, grad)
+    local = grid.map(local, (rows, cut(*cuts), cut(grid.rows), wide), (rows, cut(*gathering.out)))
+    grad_x, grad_weight = local(x, narrow(grid, axes, weight, x.dtype), group_sizes, grad)
     return grad_x, grid.pin(grad_weight.astype(weight.dtype), grid.layout.stored(axes)), None
 
 
 _over.defvjp(_over_forward, _over_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """Where the gradient of a weight of experts goes, that was gathered where it is multiplied.
+
+    - `scattered`: dimensions of the weight, and the mesh axes over which their parts are stored.
+    - `left`: the mesh axes over which the gradient is summed and stays whole.
+    - `out`: the mesh axes that each dimension is cut over in the end.
+    """
+
+    scattered: tuple[tuple[int, tuple[str, ...]], ...]
+    left: tuple[str, ...]
+    out: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, grid: Grid, axes: str) -> "Gathering":
+        left, scattered, out = set(grid.summed), [], []
+        for dim, (mine, stored) in enumerate(zip(grid.weight(axes), grid.layout.parts(axes), strict=True)):
+            more = stored[len(mine) :] if stored[: len(mine)] == mine else ()
+            if more and left.issuperset(more):
+                left.difference_update(more)
+                scattered.append((dim, more))
+                mine = stored
+            out.append(mine)
+        return cls(tuple(scattered), tuple(axis for axis in grid.summed if axis in left), tuple(out))
+
+    def summed(self, grad: Array) -> Array:
+        """The sum of what devices with other tokens have, each keeping the part that it stores."""
+        for dim, more in self.scattered:
+            grad = lax.psum_scatter(grad, more, scatter_dimension=dim, tiled=True)
+        return sum_over(grad, self.left)
+
+
+# What each device does, with the mesh axes that cut each dimension of the weight.
+
+
+def times_experts(cuts: tuple[tuple[str, ...], ...], x: Array, weight: Array, group_sizes: Array) -> Array:
+    """A device's rows times the matrices of its experts, summed over the parts of the hidden features."""
+    return sum_over(rows_times_experts(x, weight, group_sizes, transpose=False), cuts[2])
+
+
+def times_experts_transposed(
+    cuts: tuple[tuple[str, ...], ...], x: Array, weight: Array, group_sizes: Array, grad: Array
+) -> tuple[Array, Array]:
+    """The gradients of rows and of the weight, that one in float32 and for the rows of this device alone."""
+    grad_x = sum_over(rows_times_experts(grad, weight, group_sizes, transpose=True), cuts[1])
+    return grad_x, rows_times_rows(grad, x, group_sizes)
 
 
 # The platform is chosen inside the rules above, so differentiation and the names of activations never meet

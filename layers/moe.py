@@ -1,6 +1,6 @@
 """Mixture of experts (DeepSeek-MoE): a router, routed experts, and a shared one that every token passes."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,11 +11,16 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from ..policies.activation import Activation
 from ..policies.axes import any_mesh
 from . import exchange
-from .experts import Experts, assign, combine, dispatch
+from .experts import ROWS, Experts, assign, combine, dispatch, named
 from .grid import Grid, grid_in_use
 from .linear import check_input
 from .mlp import MLP
+from .rounds import Rounds, exchanged_in_rounds
 from .router import Routing, SigmoidRouter, SoftmaxRouter
+
+T = TypeVar("T")
+
+_OF_ROWS, _OF_EXPERTS = ("dispatched", "expert_output"), ("gate", "up", "hidden")
 
 
 class MoEStats(eqx.Module):
@@ -38,14 +43,15 @@ class MoE(eqx.Module):
 
     With a `Layout` in use the rows are where their experts are, and each device has room for as many as all tokens
     that can be sent to it may make: tokens * min(top_k, experts) of each device that it exchanges with, where `tokens`
-    are those of one device and `experts` are its own.
+    are those of one device and `experts` are its own. `in_rounds` makes it room for less.
     """
 
     router: SoftmaxRouter | SigmoidRouter
     experts: Experts
     shared: MLP | None
-    dispatched: Activation
-    expert_output: Activation
+    dispatched: Activation | None
+    expert_output: Activation | None
+    rounds: Rounds
 
     def __init__(
         self,
@@ -88,8 +94,14 @@ class MoE(eqx.Module):
         self.shared = None
         if shared_size is not None:
             self.shared = MLP(hidden_size, shared_size, std=std, dtype=dtype, key=shared_key)
-        self.dispatched = Activation("dispatched", axes="batch*sequence*experts embed")
-        self.expert_output = Activation("expert_output", axes="batch*sequence*experts embed")
+        self.rounds = Rounds()
+        self.dispatched, self.expert_output = self.activations()
+
+    @staticmethod
+    def activations() -> tuple[Activation, Activation]:
+        """What `dispatched` and `expert_output` are where they can be placed."""
+        dispatched, output = (Activation(name, axes=ROWS + " embed") for name in ("dispatched", "expert_output"))
+        return dispatched, output
 
     @jax.named_scope("moe")
     @any_mesh
@@ -126,8 +138,8 @@ class MoE(eqx.Module):
         flat = "b s ... -> (b s) ..."
         valid = None if token_mask is None else rearrange(token_mask, flat)
         assignment = assign(rearrange(routing.indices, flat), self.router.num_experts, token_mask=valid)
-        rows = self.dispatched(dispatch(rearrange(x, flat), assignment))
-        rows = self.expert_output(self.experts(rows, assignment.group_sizes))
+        rows = named(self.dispatched, dispatch(rearrange(x, flat), assignment))
+        rows = named(self.expert_output, self.experts(rows, assignment.group_sizes))
         y = rearrange(combine(rows, rearrange(routing.weights, flat), assignment), "(b s) d -> b s d", b=x.shape[0])
         return y, assignment.group_sizes.astype(jnp.float32)
 
@@ -135,7 +147,38 @@ class MoE(eqx.Module):
         for name, axes in self.experts.axes.items():
             if getattr(self.experts, name) is not None:
                 grid.layout.check(axes, getattr(self.experts, name).shape, f"experts.{name} of MoE")
+        if self.rounds.count > 1:
+            return exchanged_in_rounds(
+                grid, self.rounds.count, self.experts, x, routing.indices, routing.weights, token_mask=token_mask
+            )
         plan = exchange.assign(grid, routing.indices, self.router.num_experts, token_mask=token_mask)
-        rows = self.dispatched(exchange.dispatch(x, plan))
-        rows = self.expert_output(self.experts(rows, plan.group_sizes, grid))
+        rows = named(self.dispatched, exchange.dispatch(x, plan))
+        rows = named(self.expert_output, self.experts(rows, plan.group_sizes, grid))
         return exchange.combine(rows, routing.weights, plan), plan.load
+
+
+def in_rounds(tree: T, rounds: int) -> T:
+    """`tree`, a model say, with each `MoE` in it exchanging tokens over a mesh in so many rounds.
+
+    A device's tokens go to their experts in as many parts, one after the other: the buffers for rows that arrive, made
+    for the case that all go to one device, are that much smaller. Results are the same but for the order in which
+    gradients of weights are summed. All within a round is computed again in the backward pass, one round at a time, so
+    the activations of rows and of experts can't be placed: they are None, and without a mesh, where all is computed
+    at once, recomputed under a policy. With `rounds=1` they are there, waiting on the device where they weren't.
+
+    Raises ValueError unless `rounds` is a positive integer.
+    """
+    given = Rounds(rounds)
+
+    def fields(moe: MoE) -> tuple[Any, ...]:
+        return (moe.rounds, *(getattr(moe, name) for name in _OF_ROWS), *(getattr(moe.experts, n) for n in _OF_EXPERTS))
+
+    def give(node: Any) -> Any:
+        if not isinstance(node, MoE):
+            return node
+        now, fresh = fields(node)[1:], (*node.activations(), *node.experts.activations())
+        placed = [None if rounds > 1 else old or new for old, new in zip(now, fresh, strict=True)]
+        is_field = lambda field: field is None or isinstance(field, (Activation, Rounds))
+        return eqx.tree_at(fields, node, (given, *placed), is_leaf=is_field)
+
+    return jax.tree.map(give, tree, is_leaf=lambda node: isinstance(node, MoE))

@@ -7,7 +7,18 @@ import typer
 
 from ..policies.accelerators import targets
 from ..policies.machines import hardwares
-from .command_options import ACCUMULATE, BATCH, MESH, RULE, STATE, Dtype, Segments, console, plain_errors
+from .command_options import (
+    ACCUMULATE,
+    BATCH,
+    EXPERT_ROUNDS,
+    MESH,
+    RULE,
+    STATE,
+    Dtype,
+    Segments,
+    console,
+    plain_errors,
+)  # fmt: skip
 
 _TARGET = (
     f"What to compile for, which needn't be here: {', '.join(targets())}; those of TPUs also with the shape of a "
@@ -18,6 +29,8 @@ _HARDWARE = (
     f"What to plan for, which needn't be here: {', '.join(hardwares())}; TPUs also with a shape, such as tpu-v5p:4x4x8."
 )
 _CHOSEN_MESH = "By default fsdp; for mixtures of experts expert, 8 at most, and fsdp for what is left."
+_FEWEST = "By default the fewest that fit."
+_ROUNDS = "By default one, or where that doesn't fit as many as make the buffers as large as what is sent on average."
 _LENGTH = "Tokens per sequence. By default 4096, or fewer where the model has no room."
 
 
@@ -33,6 +46,7 @@ def mesh(
         typer.Option("--placements", "-p", help="As for `overspill train`: what is recomputed is gathered again."),
     ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help=ACCUMULATE)] = 1,
+    expert_rounds: Annotated[int, typer.Option(min=1, help=EXPERT_ROUNDS)] = 1,
     state_memory: Annotated[list[str] | None, typer.Option(help=STATE)] = None,
     compile: Annotated[
         bool, typer.Option(help="Compile a training step for that many CPU devices, to see its collectives.")
@@ -56,6 +70,7 @@ def mesh(
                 dtype=dtype,
                 placements=tuple(placements or ("offload_all",)),
                 accumulate=accumulate,
+                expert_rounds=expert_rounds,
                 state_memory=tuple(state_memory or ()),
                 compile=compile,
                 json=json,
@@ -74,7 +89,8 @@ def plan(
     rules: Annotated[list[str] | None, typer.Option("--rule", "-r", help=RULE)] = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch", "--batch", min=1, help=BATCH)] = None,
     sequence: Annotated[int | None, typer.Option("--sequence", "--sequence-length", min=2, help=_LENGTH)] = None,
-    accumulate: Annotated[int, typer.Option(min=1, help=ACCUMULATE)] = 1,
+    accumulate: Annotated[int | None, typer.Option(min=1, help=f"{ACCUMULATE} {_FEWEST}")] = None,
+    expert_rounds: Annotated[int | None, typer.Option(min=1, help=f"{EXPERT_ROUNDS} {_ROUNDS}")] = None,
     dtype: Dtype = "bfloat16",
     products: Annotated[
         str | None, typer.Option(help="The format that products run in, if another than --dtype, such as float8.")
@@ -131,11 +147,12 @@ def plan(
         planning = prepare(
             Options(
                 model=model, hardware=hardware, devices=devices, mesh=mesh, rules=tuple(rules or ()),
-                global_batch=global_batch, sequence=sequence, accumulate=accumulate, dtype=dtype, products=products,
-                segments=segments, layers=layers, state_memory=tuple(state_memory or ()), device_gib=device_gib,
-                host_gib=host_gib, pinned_gib=pinned_gib, pipelined=pipelined, fused_attention=fused_attention,
-                measured=measured, largest_batch=largest_batch, frontier=frontier, calibrate=calibrate, verify=verify,
-                plot=plot, json=json,
+                global_batch=global_batch, sequence=sequence, accumulate=accumulate, expert_rounds=expert_rounds,
+                dtype=dtype, products=products, segments=segments, layers=layers,
+                state_memory=tuple(state_memory or ()), device_gib=device_gib, host_gib=host_gib,
+                pinned_gib=pinned_gib, pipelined=pipelined, fused_attention=fused_attention, measured=measured,
+                largest_batch=largest_batch, frontier=frontier, calibrate=calibrate, verify=verify, plot=plot,
+                json=json,
             )
         )  # fmt: skip
         code = planning(console)
@@ -171,6 +188,7 @@ def prove(
     segments: Segments = "",
     dtype: Dtype = "bfloat16",
     accumulate: Annotated[int, typer.Option(min=1, help=ACCUMULATE)] = 1,
+    expert_rounds: Annotated[int, typer.Option(min=1, help=EXPERT_ROUNDS)] = 1,
     state_memory: Annotated[list[str] | None, typer.Option(help=STATE)] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Cut the model down to so many layers.")] = None,
     flags: Annotated[
@@ -190,8 +208,8 @@ def prove(
     with plain_errors():
         family = prepare(
             Options(model, target, devices, mesh, tuple(rules or ()), batch_size, sequence_length,
-                    tuple(placements or ()), segments, dtype, accumulate, tuple(state_memory or ()), layers, flags,
-                    json)
+                    tuple(placements or ()), segments, dtype, accumulate, expert_rounds, tuple(state_memory or ()),
+                    layers, flags, json)
         )  # fmt: skip
         code = family(console)
     if code:

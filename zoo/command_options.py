@@ -24,6 +24,10 @@ RULE = (
 )
 BATCH = "Sequences per step. By default one for each part that a batch is cut in."
 ACCUMULATE = "Into how many micro-batches a batch is split, one after the other."
+EXPERT_ROUNDS = (
+    "In how many rounds a device's tokens are exchanged with its mixtures of experts' other devices: the buffers for "
+    "what arrives are so many times smaller, and what the experts compute is recomputed."
+)
 STATE = "Where state lives: GLOB=host or GLOB=device, such as optimizer.*=host. May be repeated."
 MESH = "Axes and how many devices each has, such as data=2,fsdp=4: data, fsdp, tensor, expert and sequence."
 

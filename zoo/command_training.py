@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .command_options import ACCUMULATE, MESH, RULE, STATE, Dtype, Segments, console, plain_errors
+from .command_options import ACCUMULATE, EXPERT_ROUNDS, MESH, RULE, STATE, Dtype, Segments, console, plain_errors
 
 
 def train(
@@ -50,6 +50,7 @@ def train(
     ] = 0,
     rules: Annotated[list[str] | None, typer.Option("--rule", "-r", help=RULE)] = None,
     accumulate: Annotated[int, typer.Option(min=1, help=ACCUMULATE)] = 1,
+    expert_rounds: Annotated[int, typer.Option(min=1, help=EXPERT_ROUNDS)] = 1,
     state_memory: Annotated[list[str] | None, typer.Option(help=STATE)] = None,
 ) -> None:
     """Train a model on text, its activations placed as you say.
@@ -82,6 +83,7 @@ def train(
                 cpu_devices=cpu_devices,
                 rules=tuple(rules or ()),
                 accumulate=accumulate,
+                expert_rounds=expert_rounds,
                 state_memory=tuple(state_memory or ()),
             )
         )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.markup import escape
 
+from ..layers.moe import in_rounds
 from ..policies.activation import path_string
 from ..policies.axes import Layout
 from ..policies.report import Table, format_bytes
@@ -44,6 +45,7 @@ class Options:
     dtype: str = "bfloat16"
     placements: tuple[str, ...] = ("offload_all",)
     accumulate: int = 1
+    expert_rounds: int = 1
     state_memory: tuple[str, ...] = ()
     compile: bool = True
     json: pathlib.Path | None = None
@@ -98,7 +100,8 @@ def prepare(options: Options) -> "Inspection":
             f"sequence length {options.sequence_length} is longer than {options.model} was made for "
             f"({config.max_position_embeddings} positions)"
         )
-    model = parse_placements(abstract(config, dtype=dtype), options.placements)
+    model = in_rounds(abstract(config, dtype=dtype), options.expert_rounds)
+    model = parse_placements(model, options.placements)
     rows = options.batch_size or options.accumulate * layout.size(layout.axes("batch"))
     if rows % options.accumulate:
         raise ValueError(f"batch size {rows} can't be cut into {options.accumulate} equal micro-batches")
@@ -213,6 +216,7 @@ class Inspection:
             "sequence_length": self.options.sequence_length,
             "placements": list(self.options.placements),
             "accumulate": self.options.accumulate,
+            "expert_rounds": self.options.expert_rounds,
             "state_memory": self.state_memory,
             "jax": jax.__version__,
             "parameters": [

@@ -24,6 +24,7 @@ from ..policies.report import Table, format_bytes
 from ..policies.solving import Infeasible
 from .artifacts import write_text
 from .building import resegment
+from .plan_search import Search
 from .proving import Family, Options as ProvingOptions, assemble, one_host
 from .run_options import check_file
 
@@ -41,7 +42,8 @@ class Options:
     rules: tuple[str, ...] = ()
     global_batch: int | None = None
     sequence: int | None = None
-    accumulate: int = 1
+    accumulate: int | None = None
+    expert_rounds: int | None = None
     dtype: str = "bfloat16"
     products: str | None = None
     segments: int | None = None
@@ -80,37 +82,50 @@ def prepare(options: Options) -> "Planning":
         raise ValueError(f"--plot {str(options.plot)!r}: a picture's name ends in .png, .pdf or .svg")
     if options.plot is not None:
         figure_class()  # raises without matplotlib
-    family = assemble(
-        ProvingOptions(
-            options.model, options.hardware, options.devices, options.mesh, options.rules, options.global_batch,
-            options.sequence, ("recompute_all",), "", options.dtype, options.accumulate, options.state_memory,
-            options.layers,
-        ),
-        target,
-        hardware.devices_per_host if target is None else one_host(target),
-    )  # fmt: skip
-    return Planning(options, hardware, family)
+    planning = Planning(options, hardware)
+    planning.take(options.accumulate or 1, options.expert_rounds or 1)
+    return planning
 
 
 class Planning:
     """A plan to be made, printed and, if asked for, compiled."""
 
-    def __init__(self, options: Options, hardware: Hardware, family: Family):
-        self.options, self.hardware, self.family = options, hardware, family
+    family: Family
+
+    def __init__(self, options: Options, hardware: Hardware):
+        self.options, self.hardware = options, hardware
+
+    def take(self, accumulate: int, expert_rounds: int) -> "Planning":
+        """This with a step in so many micro-batches and rounds. Raises ValueError for a batch that can't be cut so."""
+        options, target = self.options, self.hardware.target
+        self.family = assemble(
+            ProvingOptions(
+                options.model, options.hardware, options.devices, options.mesh, options.rules, options.global_batch,
+                options.sequence, ("recompute_all",), "", options.dtype, accumulate, expert_rounds,
+                options.state_memory, options.layers,
+            ),
+            target,
+            self.hardware.devices_per_host if target is None else one_host(target),
+        )  # fmt: skip
+        return self
 
     def __call__(self, console: Console) -> int:
+        options = self.options
         say = lambda line, style=None: console.print(line, style=style, markup=False, soft_wrap=not console.is_terminal)
         for line in self.head():
             say(line)
         start = time.perf_counter()
         with console.status("reading the program"):
-            planner = self.planner()
+            search = Search(self.family, options.accumulate, options.expert_rounds, self._tried)
             try:
-                plan = planner.calibrated() if self.options.calibrate else planner.plan()
+                planner, plan = search()
+                self.take(*search.choice)
             except Infeasible as error:
-                for line in self._unfit(planner, error):
+                for line in self._unfit(search.planner, error):
                     say(line, "bold red")
                 return 1
+        if chosen := self.chosen():
+            say(f"to make it fit: {chosen}")
         say(f"read and solved in {time.perf_counter() - start:.1f} s ({plan.solve_seconds:.2f} s to choose)")
         for part in (plan, plan.alternatives(), plan.explain()):
             console.print(part)
@@ -176,9 +191,27 @@ class Planning:
             lines.append("the hardware's numbers are its vendor's announcement")
         return lines
 
+    def _tried(self, accumulate: int, expert_rounds: int) -> tuple[Planner, Plan | Infeasible]:
+        planner = self.take(accumulate, expert_rounds).planner()
+        try:
+            return planner, planner.calibrated() if self.options.calibrate else planner.plan()
+        except Infeasible as error:
+            return planner, error
+
+    def chosen(self) -> str:
+        """What wasn't asked for, of how the step is cut; nothing where it isn't."""
+        options, found = self.options, self.family.options
+        parts = []
+        if options.accumulate is None and found.accumulate > 1:
+            parts.append(f"in {found.accumulate} micro-batches (--accumulate takes another number)")
+        if options.expert_rounds is None and found.expert_rounds > 1:
+            parts.append(f"among experts in {found.expert_rounds} rounds (--expert-rounds takes another number)")
+        return ", ".join(parts)
+
     def _unfit(self, planner: Planner, error: Infeasible) -> list[str]:
         """What is short, and what would make it fit."""
-        lines = [str(error)]
+        cut = self.chosen()
+        lines = [str(error) + (f"; that is {cut}" if cut else "")]
         rows = planner.largest_batch()
         if rows:
             lines.append(f"it fits with a global batch of {rows:,}")
@@ -200,6 +233,8 @@ class Planning:
             "mesh": dict(family.layout.mesh.shape),
             "devices": family.layout.mesh.size,
             "global_batch": family.batch_size,
+            "accumulate": family.options.accumulate,
+            "expert_rounds": family.options.expert_rounds,
             "sequence": family.sequence_length,
             "jax": jax.__version__,
         }

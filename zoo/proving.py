@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.markup import escape
 
+from ..layers.moe import in_rounds
 from ..policies.accelerators import Target, target as find_target
 from ..policies.ahead import CompileError, require_compiler
 from ..policies.axes import Layout
@@ -53,6 +54,7 @@ class Options:
     segments: str = ""
     dtype: str = "bfloat16"
     accumulate: int = 1
+    expert_rounds: int = 1
     state_memory: tuple[str, ...] = ()
     layers: int | None = None
     flags: bool = True
@@ -148,6 +150,7 @@ def assemble(options: Options, place: Target | None, per_host: int) -> "Family":
     if rows % options.accumulate:
         raise ValueError(f"batch size {rows} can't be cut into {options.accumulate} equal micro-batches")
     model = abstract(config, dtype=DTYPES[options.dtype], segments=parse_segments(options.segments))
+    model = in_rounds(model, options.expert_rounds)
     try:
         shards(model, layout)
         layout.check("batch sequence", (rows // options.accumulate, length), "a batch of tokens")
@@ -273,6 +276,8 @@ class Family:
         short = f" with {self.config.num_hidden_layers} layers" if self.options.layers else ""
         chosen = "" if self.options.mesh else " (chosen; --mesh takes another)"
         parts = f" in {self.options.accumulate} micro-batches" if self.options.accumulate > 1 else ""
+        if self.options.expert_rounds > 1:
+            parts += f", exchanged among experts in {self.options.expert_rounds} rounds"
         host = [glob for glob, where in self.state_memory.items() if where == "host"]
         return [
             f"{self.options.model}{short}: {size}",
@@ -302,6 +307,7 @@ class Family:
             "sequence_length": self.sequence_length,
             "segments": list(parse_segments(options.segments)),
             "accumulate": options.accumulate,
+            "expert_rounds": options.expert_rounds,
             "state_memory": self.state_memory,
             "flags": options.flags,
             "jax": jax.__version__,

@@ -42,6 +42,7 @@ class Options:
     cpu_devices: int = 0
     accumulate: int = 1
     state_memory: tuple[str, ...] = ()
+    expert_rounds: int = 1
 
 
 def parse_placements(model: Any, texts: tuple[str, ...]) -> Any:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..layers.moe import in_rounds
 from ..policies.activation import Placement
 from ..policies.axes import Layout
 from ..policies.report import format_bytes
@@ -84,7 +85,8 @@ def prepare(options: Options) -> "Run":
     if config.vocab_size < ByteTokenizer.vocab_size:
         raise ValueError(f"{options.model} has {config.vocab_size} token ids, bytes need {ByteTokenizer.vocab_size}")
     segments = parse_segments(options.segments)
-    skeleton = parse_placements(abstract(config, segments=segments), options.placements)
+    skeleton = in_rounds(abstract(config, segments=segments), options.expert_rounds)
+    skeleton = parse_placements(skeleton, options.placements)
     training, validation = load_corpus(options.data).split()
     dataset = PackedDataset(training, options.sequence_length, vocab_size=config.vocab_size)
     held_out = PackedDataset(validation, options.sequence_length, vocab_size=config.vocab_size, padded=True)
@@ -172,6 +174,7 @@ class Run:
         parts += ["--mesh", options.mesh] if options.mesh else []
         parts += ["--cpu-devices", str(options.cpu_devices)] if options.cpu_devices else []
         parts += ["--accumulate", str(options.accumulate)] if options.accumulate > 1 else []
+        parts += ["--expert-rounds", str(options.expert_rounds)] if options.expert_rounds > 1 else []
         for flag, texts in (("--rule", options.rules), ("--state-memory", options.state_memory),
                             ("--placements", options.placements)):  # fmt: skip
             for text in texts:
@@ -204,7 +207,7 @@ class Run:
         weights, run_key = jax.random.split(jax.random.key(options.seed))
         # Weights are drawn once, as the state: what the step holds is the skeleton.
         model = build(self.config, key=weights, dtype=dtype, segments=self.segments, mesh=self.layout)
-        model = parse_placements(model, options.placements)
+        model = parse_placements(in_rounds(model, options.expert_rounds), options.placements)
         master = jnp.float32 if dtype == jnp.bfloat16 else None
         memory = parse_state_memory(options.state_memory)
         state = init_state(model, optimizer, key=run_key, master_dtype=master, state_memory=memory)

@@ -50,10 +50,23 @@ def test_it_writes_what_it_prints(planned):
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
-    result = run(LLAMA, "--hardware", "h200", "--devices", "1", *SMALL, "--device-gib", "0.03")
+    result = run(LLAMA, "--hardware", "h200", "--devices", "1", *SMALL, "--device-gib", "0.03", "--accumulate", "1")
     assert result.exit_code == 1
     assert "more than the limit of" in result.output
     assert "fits with a global batch of" in result.output or "no smaller batch fits" in result.output
+
+
+def test_a_step_that_does_not_fit_is_cut(tmp_path):
+    path = tmp_path / "plan.json"
+    arguments = [DEEPSEEK, "--hardware", "h200", "--mesh", "expert=4", "--sequence", "128", "--global-batch", "32"]
+    whole = run(*arguments, "--accumulate", "1", "--expert-rounds", "1", "--frontier", "--json", str(path))
+    assert whole.exit_code == 0, whole.output
+    least = min(size for size, _ in json.loads(path.read_text())["plan"]["frontier"])
+    result = run(*arguments, "--device-gib", f"{0.75 * least / 2**30:.5f}", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    asked = json.loads(path.read_text())["asked"]
+    assert asked["accumulate"] > 1 or asked["expert_rounds"] > 1
+    assert "to make it fit:" in result.output and "takes another number" in result.output
 
 
 def test_memory_that_is_short_is_made_up_for(planned):

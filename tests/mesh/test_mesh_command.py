@@ -235,3 +235,10 @@ def test_training_over_no_such_mesh(arguments, message):
     result = invoke(*arguments, command="train")
     assert result.exit_code == 2, result.output
     assert message in result.output
+
+
+def test_experts_in_rounds():
+    options = Options(model=DEEPSEEK, mesh="expert=4", sequence_length=32, expert_rounds=4, compile=False)
+    inspection = prepare(options)
+    assert inspection.model.moe_layers.segments[0].moe.rounds.count == 4
+    assert prepare(Options(model=DEEPSEEK, mesh="expert=4", compile=False)).model.moe_layers.segments[0].moe.dispatched

@@ -32,3 +32,12 @@ def test_meshes_and_one_device_train_alike(tmp_path, text):
     )
     assert losses + more == pytest.approx(one, rel=1e-5)
     assert len(more) == 2 and sample
+
+
+def test_a_run_in_rounds(tmp_path, text):
+    output, losses, _ = train(
+        text, tmp_path / "run", "--model", "overspill-deepseek-tiny", "--mesh", "expert=2", "--cpu-devices", "8",
+        "--steps", "1", "--expert-rounds", "3",
+    )  # fmt: skip
+    assert "moe.dispatched" not in output and "moe.router.logits" in output
+    assert losses == pytest.approx([5.6], abs=0.2)  # of weights that know nothing, over the ids of bytes

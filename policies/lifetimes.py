@@ -228,7 +228,7 @@ def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:
         sources = _read(op, _MOVING) if op.kind == "fused" else op.inputs[:1]
         everything = _read(op) if op.kind == "fused" and not tpu else []
         # Where a row's sum is part of the kernel, as in softmax and its gradient, all of the row is read before.
-        summed = {id(_root(s)) for r in everything if r.kind == "reduce" for s in _read(r)}
+        summed = {id(_root(s)) for r in everything if r.kind == "reduce" and not r.apart for s in _read(r)}
         for source in sources:
             if id(_root(source)) in summed:
                 continue

@@ -153,7 +153,7 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
 def _waits(op: Op, tpu: bool) -> bool:
     """Whether XLA's scheduler, which puts collectives where their result is needed, can do so past whole loops."""
     if op.kind == "collective":
-        return not op.inner
+        return not op.inner or (not tpu and bool(op.inputs) and op.bytes < op.inputs[0].bytes)
     return op.kind == "hard" and op.name == "dot_general" and not tpu
 
 

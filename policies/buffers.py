@@ -55,6 +55,7 @@ class Buffers:
         self, closed: Any, shardings: Sequence[Any], platform: str, capability: tuple[int, int] | None = None
     ):
         self.platform = platform
+        self.capability = capability
         self.ops: list[Op] = []
         self._loops: tuple[Loop, ...] = ()
         self._manual = False  # whether shapes are those of one device's part

@@ -40,7 +40,7 @@ def write_exponentials(ops: Sequence[Op]) -> None:
                 readers.setdefault(id(source), []).append(op)
     for op in ops:
         if op.kind == "fused" and op.name == "exp" and _shifted(op) and _has_gradient(readers.get(id(op), [])):
-            op.kind = "hard"
+            op.kind, op.apart = "reduce", True  # it reads whole rows of scores, and what is before them is part of it
             todo, seen = [op], set()
             while todo:
                 for reader in readers.get(id(todo.pop()), []):

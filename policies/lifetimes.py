@@ -10,7 +10,8 @@ from collections.abc import Collection
 from typing import Any
 
 from .buffers import Buffers
-from .operations import Op, is_fill
+from .kernels import writes_exponentials
+from .operations import Op, cut_by_rows, is_fill
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -158,9 +159,19 @@ def _waits(op: Op, tpu: bool) -> bool:
 
 
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:
-    """What begins early on GPUs. One kernel fills all buffers of a size, but for a tied embedding's gradient."""
+    """What begins early on GPUs. One kernel fills all buffers of a size, but for what an embedding's gradient is
+    scattered into where the head's is being summed over devices then: the fill runs beside that.
+    """
     fills: dict[tuple, int] = {}
     tied = _tied(program.ops)
+    # So it is where the vocabulary is cut over devices,
+    tied |= {
+        id(_root(op.inputs[0]))
+        for op in program.ops
+        if op.kind == "in place" and op.name.startswith("scatter") and not op.loops and cut_by_rows(op)
+    }
+    # and where a fast device is done with a loop's last step before that step's gradients are summed.
+    waits = writes_exponentials(program.capability)
     after = 0
     gathered: dict[tuple, int] = {}
     scattered = {
@@ -185,7 +196,7 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             begins[id(op)] = min(after, op.time)
         elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
             begin = fills.setdefault((op.loops, op.bytes), op.time)
-            begins[id(op)] = max(begin, min(after, op.time)) if id(op) in scattered else begin
+            begins[id(op)] = max(begin, op.time if waits and after else min(after, op.time)) if id(op) in scattered else begin
 
 
 def _tied(ops: list[Op]) -> set[int]:

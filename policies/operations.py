@@ -136,6 +136,21 @@ def recut(op: Op, cuts: Cuts) -> None:
         op = op.inputs[0]
 
 
+def cut_by_rows(op: Op) -> bool:
+    """Whether a scatter goes to this device's own rows of an array: its indices depend on which device it is."""
+    todo, seen = list(op.inputs[1:2]), set()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.name == "axis_index":
+            return True
+        if node.kind in ("fused", "alias"):
+            todo.extend(node.inputs)
+    return False
+
+
 def is_fill(op: Op) -> bool:
     """Whether a value is computed from numbers alone."""
     todo = [op]

@@ -144,18 +144,22 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
         early = time = op.time
         if id(op) not in made or op.kind == "alias":
             early, time = first[id(op)], last[id(op)]
-        elif _waits(op, tpu):
+        elif _waits(op, tpu, made):
             early = time = begins[id(op)] = max(first[id(op)] - 1, time)
         for source in op.inputs:
             use(source, *seen_from(source, op, time, early))
     return last, begins, inside
 
 
-def _waits(op: Op, tpu: bool) -> bool:
+def _waits(op: Op, tpu: bool, made: set[int]) -> bool:
     """Whether XLA's scheduler, which puts collectives where their result is needed, can do so past whole loops."""
     if op.kind == "collective":
         return not op.inner or (not tpu and bool(op.inputs) and op.bytes < op.inputs[0].bytes)
-    return op.kind == "hard" and op.name == "dot_general" and not tpu
+    if tpu:
+        return False
+    return (op.kind == "hard" and op.name == "dot_general") or (
+        op.kind == "fused" and bool(op.inner) and op.bytes >= max((s.bytes for s in _read(op) if id(s) in made), default=0)
+    )
 
 
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:

@@ -163,10 +163,11 @@ def _waits(op: Op, tpu: bool, made: set[int]) -> bool:
 
 
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:
-    """What begins early on GPUs. One kernel fills all buffers of a size, but for what an embedding's gradient is
+    """What begins early on GPUs. One kernel fills all buffers of a shape, but for what an embedding's gradient is
     scattered into where the head's is being summed over devices then: the fill runs beside that.
     """
     fills: dict[tuple, int] = {}
+    same: dict[tuple, list[Op]] = {}
     tied = _tied(program.ops)
     # So it is where the vocabulary is cut over devices,
     tied |= {
@@ -199,8 +200,15 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
         if id(op) in made and id(op) in tied and after:
             begins[id(op)] = min(after, op.time)
         elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
-            begin = fills.setdefault((op.loops, op.bytes), op.time)
-            begins[id(op)] = max(begin, op.time if waits and after else min(after, op.time)) if id(op) in scattered else begin
+            if op.inner:
+                same.setdefault((op.loops, str(op.aval), op.cuts), []).append(op)
+                continue
+            begin = fills.setdefault((op.loops, str(op.aval), op.cuts), op.time)
+            late = op.time if waits and after else min(after, op.time)
+            begins[id(op)] = max(begin, late) if id(op) in scattered else begin
+    for alike in same.values():
+        # A loop's step fills a buffer once, and what writes into it is given a copy; the last one the buffer itself.
+        begins[id(alike[-1])] = min(begins.get(id(op), op.time) for op in alike)
 
 
 def _tied(ops: list[Op]) -> set[int]:

@@ -239,10 +239,10 @@ def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
         if op.kind == "fused" and is_fill(op):
             if not op.inner and not op.outside and id(op) in made:
                 kept.setdefault(str(op.aval), op)
-            elif op.outside or (op.inner and op.inner[0].fetches):
+            elif id(op) not in made and (op.outside or (op.inner and op.inner[0].fetches)):
                 fill = kept.get(str(op.aval))
                 if fill is not None:
-                    last[id(fill)] = max(last.get(id(fill), -1), op.inner[0].end if op.inner else op.time)
+                    last[id(fill)] = max(last.get(id(fill), -1), op.inner[0].end if op.inner else last.get(id(op), op.time))
 
 
 def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:

@@ -113,6 +113,7 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     first: dict[int, int] = {}
     begins: dict[int, int] = {}
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
+    work = len(ops)  # where the next matrix product outside loops is, that a sum over devices can run beside
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:
@@ -145,7 +146,12 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
         if id(op) not in made or op.kind == "alias":
             early, time = first[id(op)], last[id(op)]
         elif _waits(op, tpu, made):
-            early = time = begins[id(op)] = max(first[id(op)] - 1, time)
+            late = first[id(op)] - 1
+            if not tpu and op.kind == "collective" and op.inputs and op.bytes < op.inputs[0].bytes and not op.inner:
+                late = min(late, work)
+            early = time = begins[id(op)] = max(late, time)
+        if op.kind == "hard" and op.name == "dot_general" and not op.loops and not op.outside:
+            work = op.time
         for source in op.inputs:
             use(source, *seen_from(source, op, time, early))
     return last, begins, inside
@@ -187,10 +193,11 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             after = op.inner[0].end
         if op.kind == "copy" and not op.host and not op.loops and _root(op.inputs[0]).kind == "argument":
             begins[id(op)] = 0  # what only waits for the host starts at once
-        if op.kind == "collective" and op.loops and op.inputs and op.bytes > op.inputs[0].bytes:
+        if op.kind == "collective" and op.inputs and op.bytes > op.inputs[0].bytes and id(op) in last:
             # A gather runs beside what is computed before it, from where the one before it ended.
-            begins[id(op)] = gathered.get(op.loops, op.time)
-            gathered[op.loops] = op.time
+            at = op.time if op.loops else begins.get(id(op), op.time)
+            begins[id(op)] = min(gathered.get(op.loops, at), at)
+            gathered[op.loops] = at
         if op.kind == "copy" and not op.host and id(op) in last:
             if op.outside:
                 begins[id(op)] = min(after, op.time)
@@ -207,8 +214,9 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             late = op.time if waits and after else min(after, op.time)
             begins[id(op)] = max(begin, late) if id(op) in scattered else begin
     for alike in same.values():
-        # A loop's step fills a buffer once, and what writes into it is given a copy; the last one the buffer itself.
-        begins[id(alike[-1])] = min(begins.get(id(op), op.time) for op in alike)
+        # A loop's step fills a buffer once, early, and copies it early for all that writes into one.
+        begin = min(begins.get(id(op), op.time) for op in alike)
+        begins.update((id(op), begin) for op in alike)
 
 
 def _tied(ops: list[Op]) -> set[int]:

@@ -173,7 +173,6 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
     scattered into where the head's is being summed over devices then: the fill runs beside that.
     """
     fills: dict[tuple, int] = {}
-    same: dict[tuple, list[Op]] = {}
     tied = _tied(program.ops)
     # So it is where the vocabulary is cut over devices,
     tied |= {
@@ -207,17 +206,9 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
         if id(op) in made and id(op) in tied and after:
             begins[id(op)] = min(after, op.time)
         elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
-            if op.inner:
-                same.setdefault((op.loops, str(op.aval), op.cuts), []).append(op)
-                continue
             begin = fills.setdefault((op.loops, str(op.aval), op.cuts), op.time)
             late = op.time if waits and after else min(after, op.time)
             begins[id(op)] = max(begin, late) if id(op) in scattered else begin
-    for alike in same.values():
-        # A loop's step fills a buffer once, early, and copies it early for all that writes into one.
-        begin = min(begins.get(id(op), op.time) for op in alike)
-        begins.update((id(op), begin) for op in alike)
-
 
 def _tied(ops: list[Op]) -> set[int]:
     """What scatters outside loops start from, where their result is added to another gradient of the same array."""

@@ -38,8 +38,9 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
         for op in ops
         if op.kind == "yield" and op.inputs and op.target.kind == "carry"
     }
+    read: dict[int, int] = {}
     if not tpu:
-        _begin_early(program, made, begins, last)
+        read = _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
     taken = _in_place_results(program, donated)
     buffers: dict[int, Buffer] = {}
@@ -67,6 +68,8 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
             continue
         buffers[id(op)] = buffer = Buffer(op, op.bytes, begin, max(begin, end))
         found.append(buffer)
+        if id(op) in read:
+            found.append(Buffer(op, op.bytes, begin, read[id(op)]))
     return found
 
 
@@ -168,8 +171,8 @@ def _waits(op: Op, tpu: bool, made: set[int]) -> bool:
     )
 
 
-def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:
-    """What begins early on GPUs. One kernel fills all buffers of a shape, but for what an embedding's gradient is
+def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> dict[int, int]:
+    """What begins early on GPUs, and of what loops fetch from the host the place where a step has read it. One kernel fills all buffers of a shape, but for what an embedding's gradient is
     scattered into where the head's is being summed over devices then: the fill runs beside that.
     """
     fills: dict[tuple, int] = {}
@@ -183,6 +186,7 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
     # and where a fast device is done with a loop's last step before that step's gradients are summed.
     waits = writes_exponentials(program.capability)
     after = 0
+    read: dict[int, int] = {}
     gathered: dict[tuple, int] = {}
     scattered = {
         id(_root(op.inputs[0])) for op in program.ops if op.name.startswith("scatter") and op.inputs and not op.inner
@@ -201,7 +205,8 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             if op.outside:
                 begins[id(op)] = min(after, op.time)
             elif op.inner and op.inner[0].fetches:
-                # Fetched in the step before, and then in its place what the next step needs.
+                # What the next step needs is fetched while this step's still waits.
+                read[id(op)] = last[id(op)]
                 begins[id(op)], last[id(op)] = op.inner[0].begin, op.inner[0].end
         if id(op) in made and id(op) in tied and after:
             begins[id(op)] = min(after, op.time)
@@ -209,6 +214,7 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             begin = fills.setdefault((op.loops, str(op.aval), op.cuts), op.time)
             late = op.time if waits and after else min(after, op.time)
             begins[id(op)] = max(begin, late) if id(op) in scattered else begin
+    return read
 
 def _tied(ops: list[Op]) -> set[int]:
     """What scatters outside loops start from, where their result is added to another gradient of the same array."""

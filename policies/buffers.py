@@ -129,6 +129,8 @@ class Buffers:
                 if len(value.cuts) == len(cuts[0]):
                     recut(value, cuts[0])
         outputs = [self._op(kind, var.aval, c, inputs, name, stack) for var, c in zip(eqn.outvars, cuts, strict=True)]
+        if name == "dot_general":
+            outputs[0].partial = max(values[0].cuts[i] for i in eqn.params["dimension_numbers"][0][0] or [0]) > 1
         if name == "name":
             outputs[0].label = eqn.params["name"]
         if name == "platform_index":

@@ -131,8 +131,11 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
                 return max(time, loop.end), min(early, loop.begin)
         return time, early
 
+    beside: dict[tuple, int] = {}  # by loops, where the next collective is that a step's other work waits for
+    ends: dict[tuple, int] = {}  # by loops, where a step begins to hand on what it made
     for op in reversed(ops):
         if op.kind == "yield":
+            ends[op.loops] = op.time
             if id(op.target) in last or op.target.kind == "carry":
                 for source in op.inputs:
                     use(source, op.time)
@@ -152,7 +155,11 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
             late = first[id(op)] - 1
             if not tpu and op.kind == "collective" and op.inputs and op.bytes < op.inputs[0].bytes and not op.inner:
                 late = min(late, work)
+            if op.kind == "hard" and op.inner and not tpu:
+                late = min(late, beside.get(op.loops, late))
             early = time = begins[id(op)] = max(late, time)
+        if op.partial and op.inner and first[id(op)] < ends.get(op.loops, 0):
+            beside[op.loops] = op.time
         if op.kind == "hard" and op.name == "dot_general" and not op.loops and not op.outside:
             work = op.time
         for source in op.inputs:
@@ -209,7 +216,7 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
                 read[id(op)] = last[id(op)]
                 begins[id(op)], last[id(op)] = op.inner[0].begin, op.inner[0].end
         if id(op) in made and id(op) in tied and after:
-            begins[id(op)] = min(after, op.time)
+            begins[id(op)] = op.time if waits else min(after, op.time)
         elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
             begin = fills.setdefault((op.loops, str(op.aval), op.cuts), op.time)
             late = op.time if waits and after else min(after, op.time)

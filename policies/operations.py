@@ -36,6 +36,7 @@ class Op:
     target: "Op | None" = None
     branch: int | None = None  # of an index that says for which platform a branch is: which one is taken
     loop: "Loop | None" = None
+    partial: bool = False  # of a product: each device has only a part of the sum
     apart: bool = False  # of a reduction: in a kernel of its own, not in its readers'
     outside: bool = False  # of a loop's last step, after the loop
     step_of: "Loop | None" = None  # the loop whose first or last step, outside of it, this belongs to

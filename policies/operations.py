@@ -126,9 +126,18 @@ def may_be_cut(op: Op) -> bool:
 
 
 def recut(op: Op, cuts: Cuts) -> None:
-    """Cuts a value that is filled in, and so can be made in any parts, as what it is combined with."""
+    """Cuts a value that is filled in or spread out, and so can be made in any parts, as what it is combined with."""
     shape = getattr(op.aval, "shape", ())
-    if len(shape) != len(cuts) or not may_be_cut(op) or any(s % c for s, c in zip(shape, cuts, strict=True)):
+    if len(shape) != len(cuts):
+        return
+    if op.kind == "fused" and op.name == "broadcast_in_dim" and len(op.inputs[0].cuts) == len(cuts):
+        spread = [source == 1 < size for size, source in zip(shape, op.inputs[0].aval.shape, strict=True)]
+        op.cuts = tuple(
+            max(mine, part) if new and size % part == 0 else mine
+            for mine, part, new, size in zip(op.cuts, cuts, spread, shape, strict=True)
+        )
+        op.bytes = local_bytes(op.aval, op.cuts)
+    if not may_be_cut(op) or any(s % c for s, c in zip(shape, cuts, strict=True)):
         return
     while max(cuts, default=1) > 1:
         op.cuts, op.bytes = cuts, local_bytes(op.aval, cuts)

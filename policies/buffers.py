@@ -52,10 +52,14 @@ class Buffers:
     """The operations of a whole program, `ops`, in their order; `arguments` and `results` among them."""
 
     def __init__(
-        self, closed: Any, shardings: Sequence[Any], platform: str, capability: tuple[int, int] | None = None
+        self,
+        closed: Any,
+        shardings: Sequence[Any],
+        platform: str,
+        capability: tuple[int, int] | None = None,
+        spread: bool = False,
     ):
-        self.platform = platform
-        self.capability = capability
+        self.platform, self.capability, self.spread = platform, capability, spread
         self.ops: list[Op] = []
         self._loops: tuple[Loop, ...] = ()
         self._manual = False  # whether shapes are those of one device's part

@@ -5,13 +5,13 @@ is taken too, its exponentials have several readers: their sum, the quotient, an
 computing them again in each reader, from the same scores, against writing them once. Where memory is fast beside
 arithmetic, as on data center GPUs of compute capability 10, they are written, and sums over rows are kernels of their
 own, so that the gradient can take the exponentials' place; elsewhere each reader holds all of a row and starts from the
-scores. Found by compiling attention's gradient, 512 to 16384 long, for each of `targets()` with XLA of JAX 0.10.2 and
-0.12: A100, H100, H200 and RTX PRO 6000 compute exponentials again, B200, B300, GB200 and GB300 write them. It is the
-ratio that decides: a GB200 with an H200's bandwidth would compute them again, an H200 with a GB200's would write them.
+scores. Found by compiling attention's gradient, 512 to 16384 long, with XLA of JAX 0.10.2 and 0.12: for A100, H100,
+H200 and RTX PRO 6000 exponentials are computed again, for B200, B300 and GB200 they are written. It is the ratio that
+decides: for a GB200 with an H200's bandwidth they are computed again, for an H200 with a GB200's they are written.
 (The passes are `softmax-rewriter-triton` and `priority-fusion`; the costs are in openxla/xla, xla/service/gpu/model.)
 
-**Products.** Triton's kernel of a matrix product takes in the concatenation that makes an operand, such as the halves of
-a rotary embedding, when all parts are whole tiles of 64. It can't do so along the contraction of two dimensions, which
+**Products.** Triton's kernel of a matrix product takes in the concatenation that makes an operand, such as the halves
+of a rotary embedding, when all parts are whole tiles of 64. It can't along the contraction of two dimensions, which
 the gradient of a key that several queries share is, over its queries' heads and places. That product then goes to
 cuBLAS, for which the other operand, the gradient of all scores, is written once more, transposed.
 """
@@ -32,7 +32,7 @@ def writes_exponentials(capability: tuple[int, int] | None) -> bool:
 
 
 def write_exponentials(ops: Sequence[Op]) -> None:
-    """Has the exponentials of each softmax that a gradient reads written, and sums over rows that follow set apart."""
+    """Has the exponentials of each softmax that a gradient reads written, and sums over rows after them set apart."""
     readers: dict[int, list[Op]] = {}
     for op in ops:
         if op.kind in ("fused", "reduce"):

@@ -174,13 +174,17 @@ def _waits(op: Op, tpu: bool, made: set[int]) -> bool:
     if tpu:
         return False
     return (op.kind == "hard" and op.name == "dot_general") or (
-        op.kind == "fused" and bool(op.inner) and op.bytes >= max((s.bytes for s in _read(op) if id(s) in made), default=0)
+        op.kind == "fused"
+        and bool(op.inner)
+        and op.bytes >= max((s.bytes for s in _read(op) if id(s) in made), default=0)
     )
 
 
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> dict[int, int]:
-    """What begins early on GPUs, and of what loops fetch from the host the place where a step has read it. One kernel fills all buffers of a shape, but for what an embedding's gradient is
-    scattered into where the head's is being summed over devices then: the fill runs beside that.
+    """What begins early on GPUs, and of what loops fetch from the host the place where a step has read it.
+
+    One kernel fills all buffers of a shape, but for what an embedding's gradient is scattered into where the head's is
+    being summed over devices then: the fill runs beside that.
     """
     fills: dict[tuple, int] = {}
     tied = _tied(program.ops)
@@ -190,8 +194,8 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
         for op in program.ops
         if op.kind == "in place" and op.name.startswith("scatter") and not op.loops and cut_by_rows(op)
     }
-    # and where a fast device is done with a loop's last step before that step's gradients are summed.
-    waits = writes_exponentials(program.capability)
+    # and where a loop's last step is done before its gradients are summed: on fast devices, or over a slow network.
+    waits = program.spread or writes_exponentials(program.capability)
     after = 0
     read: dict[int, int] = {}
     gathered: dict[tuple, int] = {}
@@ -222,6 +226,7 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             late = op.time if waits and after else min(after, op.time)
             begins[id(op)] = max(begin, late) if id(op) in scattered else begin
     return read
+
 
 def _tied(ops: list[Op]) -> set[int]:
     """What scatters outside loops start from, where their result is added to another gradient of the same array."""
@@ -254,7 +259,9 @@ def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
             elif id(op) not in made and (op.outside or (op.inner and op.inner[0].fetches)):
                 fill = kept.get(str(op.aval))
                 if fill is not None:
-                    last[id(fill)] = max(last.get(id(fill), -1), op.inner[0].end if op.inner else last.get(id(op), op.time))
+                    last[id(fill)] = max(
+                        last.get(id(fill), -1), op.inner[0].end if op.inner else last.get(id(op), op.time)
+                    )
 
 
 def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:

@@ -289,6 +289,7 @@ class Planner:
             shardings,
             platform=self.hardware.platform,
             capability=None if target is None else target.capability,
+            spread=self.devices > self.hardware.scale_up_devices,
             donated=donated,
         )
 

@@ -123,6 +123,8 @@ class Target:
     """`v5p`; for GPUs their name."""
     config: str | None
     """XLA's description of a GPU, the text form of its GpuTargetConfigProto; None for TPUs."""
+    capability: tuple[int, int] | None = None
+    """A GPU's compute capability; None for TPUs."""
 
     def topology(self, devices: int) -> str:
         """`devices` of these as JAX writes a topology: slices, hosts and GPUs as in `1x16x8`, or `v5p:4x4x8`.
@@ -251,6 +253,7 @@ def target(name: str | Target) -> Target:
             shape=None,
             generation=base,
             config=_gpu_config(gpu),
+            capability=gpu.capability,
         )
     if base in _TPUS:
         tpu = _TPUS[base]

@@ -12,6 +12,7 @@ import jax
 
 from .cuts import Cuts
 from .jaxprs import subjaxprs
+from .kernels import transposed, write_exponentials, writes_exponentials
 from .local_sizes import cuts_of, local_bytes, spec_cuts, typed_cuts, whole
 from .operations import (
     SCATTERS,
@@ -50,8 +51,15 @@ _IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "s
 class Buffers:
     """The operations of a whole program, `ops`, in their order; `arguments` and `results` among them."""
 
-    def __init__(self, closed: Any, shardings: Sequence[Any], platform: str):
-        self.platform = platform
+    def __init__(
+        self,
+        closed: Any,
+        shardings: Sequence[Any],
+        platform: str,
+        capability: tuple[int, int] | None = None,
+        spread: bool = False,
+    ):
+        self.platform, self.capability, self.spread = platform, capability, spread
         self.ops: list[Op] = []
         self._loops: tuple[Loop, ...] = ()
         self._manual = False  # whether shapes are those of one device's part
@@ -60,6 +68,8 @@ class Buffers:
         self.arguments = [self._argument(v.aval, s) for v, s in zip(jaxpr.invars, shardings, strict=True)]
         consts = [self._op("constant", v.aval, whole(v.aval)) for v in jaxpr.constvars]
         outputs = self._run(jaxpr, consts, self.arguments, "")
+        if writes_exponentials(capability):
+            write_exponentials(self.ops)
         self.results = [self._op("result", op.aval, op.cuts, (op,)) for op in outputs]
 
     def _argument(self, aval: Any, sharding: Any) -> Op:
@@ -112,6 +122,9 @@ class Buffers:
         if name == "name":
             for loop in self._loops:
                 loop.names.add(eqn.params["name"])
+        if name == "dot_general" and self.platform != "tpu" and (again := transposed(eqn, values)) is not None:
+            copy = self._op("hard", again.aval, again.cuts, (again,), "transpose", stack)
+            values = [copy if value is again else value for value in values]
         inputs = tuple(values)
         if kind == "collective" and name == "sharding_constraint" and is_fill(values[0]):
             kind = "fused"  # filled in as it is cut
@@ -120,6 +133,8 @@ class Buffers:
                 if len(value.cuts) == len(cuts[0]):
                     recut(value, cuts[0])
         outputs = [self._op(kind, var.aval, c, inputs, name, stack) for var, c in zip(eqn.outvars, cuts, strict=True)]
+        if name == "dot_general":
+            outputs[0].partial = max(values[0].cuts[i] for i in eqn.params["dimension_numbers"][0][0] or [0]) > 1
         if name == "name":
             outputs[0].label = eqn.params["name"]
         if name == "platform_index":

@@ -10,7 +10,8 @@ from collections.abc import Collection
 from typing import Any
 
 from .buffers import Buffers
-from .operations import Op, is_fill
+from .kernels import writes_exponentials
+from .operations import Op, cut_by_rows, is_fill
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -37,8 +38,9 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
         for op in ops
         if op.kind == "yield" and op.inputs and op.target.kind == "carry"
     }
+    read: dict[int, int] = {}
     if not tpu:
-        _begin_early(program, made, begins, last)
+        read = _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
     taken = _in_place_results(program, donated)
     buffers: dict[int, Buffer] = {}
@@ -66,6 +68,8 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
             continue
         buffers[id(op)] = buffer = Buffer(op, op.bytes, begin, max(begin, end))
         found.append(buffer)
+        if id(op) in read:
+            found.append(Buffer(op, op.bytes, begin, read[id(op)]))
     return found
 
 
@@ -112,6 +116,7 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     first: dict[int, int] = {}
     begins: dict[int, int] = {}
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
+    work = len(ops)  # where the next matrix product outside loops is, that a sum over devices can run beside
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:
@@ -126,8 +131,11 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
                 return max(time, loop.end), min(early, loop.begin)
         return time, early
 
+    beside: dict[tuple, int] = {}  # by loops, where the next collective is that a step's other work waits for
+    ends: dict[tuple, int] = {}  # by loops, where a step begins to hand on what it made
     for op in reversed(ops):
         if op.kind == "yield":
+            ends[op.loops] = op.time
             if id(op.target) in last or op.target.kind == "carry":
                 for source in op.inputs:
                     use(source, op.time)
@@ -143,25 +151,53 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
         early = time = op.time
         if id(op) not in made or op.kind == "alias":
             early, time = first[id(op)], last[id(op)]
-        elif _waits(op, tpu):
-            early = time = begins[id(op)] = max(first[id(op)] - 1, time)
+        elif _waits(op, tpu, made):
+            late = first[id(op)] - 1
+            if not tpu and op.kind == "collective" and op.inputs and op.bytes < op.inputs[0].bytes and not op.inner:
+                late = min(late, work)
+            if op.kind == "hard" and op.inner and not tpu:
+                late = min(late, beside.get(op.loops, late))
+            early = time = begins[id(op)] = max(late, time)
+        if op.partial and op.inner and first[id(op)] < ends.get(op.loops, 0):
+            beside[op.loops] = op.time
+        if op.kind == "hard" and op.name == "dot_general" and not op.loops and not op.outside:
+            work = op.time
         for source in op.inputs:
             use(source, *seen_from(source, op, time, early))
     return last, begins, inside
 
 
-def _waits(op: Op, tpu: bool) -> bool:
+def _waits(op: Op, tpu: bool, made: set[int]) -> bool:
     """Whether XLA's scheduler, which puts collectives where their result is needed, can do so past whole loops."""
     if op.kind == "collective":
-        return not op.inner
-    return op.kind == "hard" and op.name == "dot_general" and not tpu
+        return not op.inner or (not tpu and bool(op.inputs) and op.bytes < op.inputs[0].bytes)
+    if tpu:
+        return False
+    return (op.kind == "hard" and op.name == "dot_general") or (
+        op.kind == "fused"
+        and bool(op.inner)
+        and op.bytes >= max((s.bytes for s in _read(op) if id(s) in made), default=0)
+    )
 
 
-def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:
-    """What begins early on GPUs. One kernel fills all buffers of a size, but for a tied embedding's gradient."""
+def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> dict[int, int]:
+    """What begins early on GPUs, and of what loops fetch from the host the place where a step has read it.
+
+    One kernel fills all buffers of a shape, but for what an embedding's gradient is scattered into where the head's is
+    being summed over devices then: the fill runs beside that.
+    """
     fills: dict[tuple, int] = {}
     tied = _tied(program.ops)
+    # So it is where the vocabulary is cut over devices,
+    tied |= {
+        id(_root(op.inputs[0]))
+        for op in program.ops
+        if op.kind == "in place" and op.name.startswith("scatter") and not op.loops and cut_by_rows(op)
+    }
+    # and where a loop's last step is done before its gradients are summed: on fast devices, or over a slow network.
+    waits = program.spread or writes_exponentials(program.capability)
     after = 0
+    read: dict[int, int] = {}
     gathered: dict[tuple, int] = {}
     scattered = {
         id(_root(op.inputs[0])) for op in program.ops if op.name.startswith("scatter") and op.inputs and not op.inner
@@ -171,21 +207,25 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             after = op.inner[0].end
         if op.kind == "copy" and not op.host and not op.loops and _root(op.inputs[0]).kind == "argument":
             begins[id(op)] = 0  # what only waits for the host starts at once
-        if op.kind == "collective" and op.loops and op.inputs and op.bytes > op.inputs[0].bytes:
+        if op.kind == "collective" and op.inputs and op.bytes > op.inputs[0].bytes and id(op) in last:
             # A gather runs beside what is computed before it, from where the one before it ended.
-            begins[id(op)] = gathered.get(op.loops, op.time)
-            gathered[op.loops] = op.time
+            at = op.time if op.loops else begins.get(id(op), op.time)
+            begins[id(op)] = min(gathered.get(op.loops, at), at)
+            gathered[op.loops] = at
         if op.kind == "copy" and not op.host and id(op) in last:
             if op.outside:
                 begins[id(op)] = min(after, op.time)
             elif op.inner and op.inner[0].fetches:
-                # Fetched in the step before, and then in its place what the next step needs.
+                # What the next step needs is fetched while this step's still waits.
+                read[id(op)] = last[id(op)]
                 begins[id(op)], last[id(op)] = op.inner[0].begin, op.inner[0].end
         if id(op) in made and id(op) in tied and after:
-            begins[id(op)] = min(after, op.time)
+            begins[id(op)] = op.time if waits else min(after, op.time)
         elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
-            begin = fills.setdefault((op.loops, op.bytes), op.time)
-            begins[id(op)] = max(begin, min(after, op.time)) if id(op) in scattered else begin
+            begin = fills.setdefault((op.loops, str(op.aval), op.cuts), op.time)
+            late = op.time if waits and after else min(after, op.time)
+            begins[id(op)] = max(begin, late) if id(op) in scattered else begin
+    return read
 
 
 def _tied(ops: list[Op]) -> set[int]:
@@ -216,10 +256,12 @@ def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
         if op.kind == "fused" and is_fill(op):
             if not op.inner and not op.outside and id(op) in made:
                 kept.setdefault(str(op.aval), op)
-            elif op.outside or (op.inner and op.inner[0].fetches):
+            elif id(op) not in made and (op.outside or (op.inner and op.inner[0].fetches)):
                 fill = kept.get(str(op.aval))
                 if fill is not None:
-                    last[id(fill)] = max(last.get(id(fill), -1), op.inner[0].end if op.inner else op.time)
+                    last[id(fill)] = max(
+                        last.get(id(fill), -1), op.inner[0].end if op.inner else last.get(id(op), op.time)
+                    )
 
 
 def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:
@@ -228,7 +270,7 @@ def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:
         sources = _read(op, _MOVING) if op.kind == "fused" else op.inputs[:1]
         everything = _read(op) if op.kind == "fused" and not tpu else []
         # Where a row's sum is part of the kernel, as in softmax and its gradient, all of the row is read before.
-        summed = {id(_root(s)) for r in everything if r.kind == "reduce" for s in _read(r)}
+        summed = {id(_root(s)) for r in everything if r.kind == "reduce" and not r.apart for s in _read(r)}
         for source in sources:
             if id(_root(source)) in summed:
                 continue

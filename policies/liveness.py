@@ -57,7 +57,13 @@ class Footprint:
 
 
 def footprint(
-    closed: Any, shardings: Sequence[Any], *, platform: str, donated: int | Collection[int] = ()
+    closed: Any,
+    shardings: Sequence[Any],
+    *,
+    platform: str,
+    capability: tuple[int, int] | None = None,
+    spread: bool = False,
+    donated: int | Collection[int] = (),
 ) -> Footprint:
     """What a program needs, by its jaxpr.
 
@@ -66,9 +72,11 @@ def footprint(
     - `closed`: a ClosedJaxpr, of a training step say.
     - `shardings`: one per flat input: over a mesh, or None. A memory kind of "pinned_host" is not on the device.
     - `platform`: `"cuda"` or `"tpu"`.
+    - `capability`: a GPU's compute capability, where it is known: which kernels there are depends on it.
+    - `spread`: whether the devices are more than one fast network (NVLink's domain) has.
     - `donated`: the inputs whose memory results can take: the first so many, or their positions.
     """
-    program = Buffers(closed, shardings, platform)
+    program = Buffers(closed, shardings, platform, capability, spread)
     given = range(donated) if isinstance(donated, int) else donated
     arguments = sum(op.bytes for op in program.arguments if not op.host)
     buffers = lifetimes(program, [program.arguments[i] for i in given])

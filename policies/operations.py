@@ -36,6 +36,8 @@ class Op:
     target: "Op | None" = None
     branch: int | None = None  # of an index that says for which platform a branch is: which one is taken
     loop: "Loop | None" = None
+    partial: bool = False  # of a product: each device has only a part of the sum
+    apart: bool = False  # of a reduction: in a kernel of its own, not in its readers'
     outside: bool = False  # of a loop's last step, after the loop
     step_of: "Loop | None" = None  # the loop whose first or last step, outside of it, this belongs to
     cuts: Cuts = ()
@@ -124,15 +126,39 @@ def may_be_cut(op: Op) -> bool:
 
 
 def recut(op: Op, cuts: Cuts) -> None:
-    """Cuts a value that is filled in, and so can be made in any parts, as what it is combined with."""
+    """Cuts a value that is filled in or spread out, and so can be made in any parts, as what it is combined with."""
     shape = getattr(op.aval, "shape", ())
-    if len(shape) != len(cuts) or not may_be_cut(op) or any(s % c for s, c in zip(shape, cuts, strict=True)):
+    if len(shape) != len(cuts):
+        return
+    if op.kind == "fused" and op.name == "broadcast_in_dim" and len(op.inputs[0].cuts) == len(cuts):
+        spread = [source == 1 < size for size, source in zip(shape, op.inputs[0].aval.shape, strict=True)]
+        op.cuts = tuple(
+            max(mine, part) if new and size % part == 0 else mine
+            for mine, part, new, size in zip(op.cuts, cuts, spread, shape, strict=True)
+        )
+        op.bytes = local_bytes(op.aval, op.cuts)
+    if not may_be_cut(op) or any(s % c for s, c in zip(shape, cuts, strict=True)):
         return
     while max(cuts, default=1) > 1:
         op.cuts, op.bytes = cuts, local_bytes(op.aval, cuts)
         if op.kind not in ("fused", "alias") or not op.inputs or op.inputs[0].aval.shape != shape:
             return
         op = op.inputs[0]
+
+
+def cut_by_rows(op: Op) -> bool:
+    """Whether a scatter goes to this device's own rows of an array: its indices depend on which device it is."""
+    todo, seen = list(op.inputs[1:2]), set()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.name == "axis_index":
+            return True
+        if node.kind in ("fused", "alias"):
+            todo.extend(node.inputs)
+    return False
 
 
 def is_fill(op: Op) -> bool:

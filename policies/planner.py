@@ -283,7 +283,15 @@ class Planner:
         if self._whole is None:
             fill = expert_fill(closed.jaxpr)
             self._whole = total(closed.jaxpr, devices=self.devices, platform=self.hardware.platform, fill=fill)
-        return footprint(closed, shardings, platform=self.hardware.platform, donated=donated)
+        target = self.hardware.target
+        return footprint(
+            closed,
+            shardings,
+            platform=self.hardware.platform,
+            capability=None if target is None else target.capability,
+            spread=self.devices > self.hardware.scale_up_devices,
+            donated=donated,
+        )
 
     @property
     def outside(self) -> Cost:

@@ -19,6 +19,7 @@ from overspill.policies.calls import prepare
 from overspill.policies.lifetimes import lifetimes
 from overspill.policies.liveness import Footprint, footprint
 from overspill.policies.local_sizes import cuts_of, local_shape, reshape_cuts
+from overspill.policies.machines import hardware
 
 N = 256
 SQUARE = 4 * N * N  # bytes of a float32 matrix
@@ -227,9 +228,10 @@ def step_of(model, target, placement, **options):
     ids, flags = (jax.ShapeDtypeStruct((rows, options.get("length", 4096)), d) for d in (jnp.int32, jnp.bool_))
     batch = zoo.Batch(ids, ids, ids, ids, flags)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((state, batch))]
-    platform = find_target(target).platform
-    donated = len(jax.tree.leaves(state))
-    return footprint(step.trace(state, batch), shardings, platform=platform, donated=donated)
+    place = find_target(target)
+    spread = hardware(target).scale_up_devices < layout.mesh.size
+    where = {"platform": place.platform, "capability": place.capability, "spread": spread}
+    return footprint(step.trace(state, batch), shardings, **where, donated=len(jax.tree.leaves(state)))
 
 
 # fmt: off
@@ -244,6 +246,14 @@ RECORDED = [
     ("deepseek-v2-lite", "h200", "recompute_all", {"mesh": "expert=8"}, 37331941400, 60155192205),
     ("qwen3-30b-a3b", "gb200", "offload_mlp", {"mesh": "fsdp=2,expert=8"}, 22899299864, 54400500000),
     ("deepseek-v3", "gb200", "recompute_all", {"mesh": "fsdp=16,expert=8"}, 63997299352, 168650000000),
+    ("llama-3.1-8b", "gb200", "recompute_all", {"mesh": "fsdp=4", "layers": 12, "length": 8192},
+     11004203032, 41805278065),
+    ("llama-3.1-8b", "gb200", "offload_all", {"mesh": "fsdp=4", "layers": 12, "length": 8192},
+     11004203032, 44176084081),
+    ("llama-3.1-8b", "h200", "recompute_all", {"mesh": "fsdp=4,tensor=2", "layers": 16, "length": 8192},
+     6811045912, 24116472433),
+    ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=16", "rows": 32, "layers": 8}, 2096819224, 24598280049),
+    ("deepseek-v2-lite", "gb200", "offload_all", {"mesh": "expert=8", "layers": 6}, 12029689880, 31915300237),
 ]
 # fmt: on
 

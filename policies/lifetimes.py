@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .buffers import Buffers
-from .operations import Op, is_fill
+from .operations import Op, is_fill, origin
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -37,9 +37,11 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
         for op in ops
         if op.kind == "yield" and op.inputs and op.target.kind == "carry"
     }
+    waiting: dict[int, tuple[int, int]] = {}
     if not tpu:
         _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
+        waiting = _wait_for_the_host(ops, begins, last)
     taken = _in_place_results(program, donated)
     buffers: dict[int, Buffer] = {}
 
@@ -50,6 +52,8 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
 
     found = []
     for op in ops:
+        if id(op) in waiting:
+            found.append(Buffer(op, op.bytes, *waiting[id(op)]))
         if id(op) not in made or op.host or op.kind in ("argument", "alias") or not op.bytes or id(op) in taken:
             continue
         end = last.get(id(op), -1)
@@ -160,6 +164,7 @@ def _waits(op: Op, tpu: bool) -> bool:
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:
     """What begins early on GPUs. One kernel fills all buffers of a size, but for a tied embedding's gradient."""
     fills: dict[tuple, int] = {}
+    stacks: dict[tuple, int] = {}
     tied = _tied(program.ops)
     after = 0
     gathered: dict[tuple, int] = {}
@@ -181,11 +186,44 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             elif op.inner and op.inner[0].fetches:
                 # Fetched in the step before, and then in its place what the next step needs.
                 begins[id(op)], last[id(op)] = op.inner[0].begin, op.inner[0].end
+        if op.kind == "stack" and op.loop is not None and not op.loop.first and not op.host:
+            # Loops that write each slice of a stack begin with zeros: one kernel fills the equal stacks of all loops.
+            begins[id(op)] = stacks.setdefault((op.loops, op.text.partition(" ")[0]), op.time)
         if id(op) in made and id(op) in tied and after:
             begins[id(op)] = min(after, op.time)
         elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
             begin = fills.setdefault((op.loops, op.bytes), op.time)
             begins[id(op)] = max(begin, min(after, op.time)) if id(op) in scattered else begin
+
+
+def _wait_for_the_host(
+    ops: list[Op], begins: dict[int, int], last: dict[int, int]
+) -> dict[int, tuple[int, int]]:
+    """What a loop's steps leave to be copied to the host waits on the device for the next step, which copies it.
+
+    The last step's waits for the loop that fetches it: it is copied only then, or copied and fetched at once. Where the
+    fetching loop's first step goes before it, that has work enough beside which both copies are made when they need be.
+    Returned for values without a buffer of their own (a carry changes): by the copy, from where to where it waits.
+    """
+    fetched: dict[int, int] = {}  # by stack: where the loop begins that fetches it, its first step included
+    for op in ops:
+        if op.kind == "copy" and not op.host:
+            stack = origin(op)
+            while stack.name == "slice":
+                stack = origin(stack.inputs[0])
+            fetched.setdefault(id(stack), op.inner[0].begin if op.inner and op.inner[0].fetches else 0)
+    waiting = {}
+    for op in ops:
+        if op.kind != "yield" or op.target.kind != "stack" or not op.target.host or not op.target.loop.first:
+            continue
+        loop, value = op.target.loop, _root(op.inputs[0])
+        until = max(fetched.get(id(op.target), 0), loop.end)
+        source = origin(value)
+        if source.kind != "carry" and loop in source.loops and id(source) in last:
+            begins[id(source)], last[id(source)] = loop.begin, max(until, last[id(source)])
+        elif value.kind == "copy":
+            waiting[id(value)] = (loop.begin, until)
+    return waiting
 
 
 def _tied(ops: list[Op]) -> set[int]:
@@ -210,12 +248,25 @@ def _tied(ops: list[Op]) -> set[int]:
 
 
 def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
-    """A loop that fetches from the host ahead of time has its last step outside: it reads what is filled in there."""
+    """Loops that read the same fill, each in its steps, read one buffer.
+
+    One that fetches from the host ahead of time has its last step outside: it reads what is filled in there.
+    """
     kept: dict[str, Op] = {}  # the same fill, made once
+    same: dict[tuple, Op] = {}
+    changed = {
+        id(_root(source))
+        for op in program.ops if op.kind in ("in place", "carry", "yield", "result") for source in op.inputs
+    }  # fmt: skip
     for op in program.ops:
         if op.kind == "fused" and is_fill(op):
             if not op.inner and not op.outside and id(op) in made:
                 kept.setdefault(str(op.aval), op)
+                # What one line of a layer fills in is the same for every segment of a stack.
+                first = same.setdefault((op.loops, op.stack, op.text), op)
+                if first is not op and not {id(first), id(op)} & changed:
+                    made.discard(id(op))
+                    last[id(first)] = max(last.get(id(first), -1), last.get(id(op), -1))
             elif op.outside or (op.inner and op.inner[0].fetches):
                 fill = kept.get(str(op.aval))
                 if fill is not None:

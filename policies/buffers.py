@@ -195,7 +195,7 @@ class Buffers:
             op.loop = loop
         loop.holds = not stacked and holds_layers(body)
         ahead = self.platform != "tpu" and free and length > 1
-        # What goes to the host is copied while the next step computes: for that too the first step goes before the loop.
+        # What goes to the host is copied while the next step computes: then too the first step goes before the loop.
         loop.first = ahead and any(op.host for op in stacked)
         if ahead and stacked and scatters(body):
             loop.first = True

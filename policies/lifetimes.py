@@ -270,7 +270,8 @@ def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
             elif op.outside or (op.inner and op.inner[0].fetches):
                 fill = kept.get(str(op.aval))
                 if fill is not None:
-                    last[id(fill)] = max(last.get(id(fill), -1), op.inner[0].end if op.inner else op.time)
+                    until = op.inner[0].end if op.inner else last.get(id(op), op.time)
+                    last[id(fill)] = max(last.get(id(fill), -1), until)
 
 
 def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:

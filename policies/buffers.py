@@ -209,7 +209,11 @@ class Buffers:
         for op in (*begun, *stacked):
             op.loop = loop
         loop.holds = not stacked and holds_layers(body)
-        if self.platform != "tpu" and free and length > 1 and stacked and scatters(body):
+        ahead = self.platform != "tpu" and free and length > 1
+        # What goes to the host is copied while the next step computes: then too the first step goes before the loop.
+        loop.first = ahead and any(op.host for op in stacked)
+        if ahead and stacked and scatters(body):
+            loop.first = True
             # XLA for GPUs runs the sum of a step's gradients over devices beside the next step's work. For that the
             # first step goes before the loop, and what is to be summed is carried along.
             first = [
@@ -252,7 +256,7 @@ class Buffers:
         loop.end = len(self.ops)
         self._loops = outside
         self._op("need", None, ())  # so that what ends with the loop ends inside it
-        if self.platform != "tpu" and free and length > 1 and loop.fetches:
+        if ahead and loop.fetches:
             begun = self._last_step(loop, body, consts, begun, xs, slices, stacked, stack)
         return [*begun, *stacked]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .buffers import Buffers
 from .kernels import writes_exponentials
-from .operations import Op, cut_by_rows, is_fill
+from .operations import Op, cut_by_rows, is_fill, origin
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -39,9 +39,11 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
         if op.kind == "yield" and op.inputs and op.target.kind == "carry"
     }
     read: dict[int, int] = {}
+    waiting: dict[int, tuple[int, int]] = {}
     if not tpu:
         read = _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
+        waiting = _wait_for_the_host(ops, begins, last)
     taken = _in_place_results(program, donated)
     buffers: dict[int, Buffer] = {}
 
@@ -52,6 +54,8 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
 
     found = []
     for op in ops:
+        if id(op) in waiting:
+            found.append(Buffer(op, op.bytes, *waiting[id(op)]))
         if id(op) not in made or op.host or op.kind in ("argument", "alias") or not op.bytes or id(op) in taken:
             continue
         end = last.get(id(op), -1)
@@ -187,6 +191,7 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
     being summed over devices then: the fill runs beside that.
     """
     fills: dict[tuple, int] = {}
+    stacks: dict[tuple, int] = {}
     tied = _tied(program.ops)
     # So it is where the vocabulary is cut over devices,
     tied |= {
@@ -219,6 +224,9 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
                 # What the next step needs is fetched while this step's still waits.
                 read[id(op)] = last[id(op)]
                 begins[id(op)], last[id(op)] = op.inner[0].begin, op.inner[0].end
+        if op.kind == "stack" and op.loop is not None and not op.loop.first and not op.host:
+            # Loops that write each slice of a stack begin with zeros: one kernel fills the equal stacks of all loops.
+            begins[id(op)] = stacks.setdefault((op.loops, op.text.partition(" ")[0]), op.time)
         if id(op) in made and id(op) in tied and after:
             begins[id(op)] = op.time if waits else min(after, op.time)
         elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
@@ -226,6 +234,36 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             late = op.time if waits and after else min(after, op.time)
             begins[id(op)] = max(begin, late) if id(op) in scattered else begin
     return read
+
+
+def _wait_for_the_host(
+    ops: list[Op], begins: dict[int, int], last: dict[int, int]
+) -> dict[int, tuple[int, int]]:
+    """What a loop's steps leave to be copied to the host waits on the device for the next step, which copies it.
+
+    The last step's waits for the loop that fetches it: it is copied only then, or copied and fetched at once. Where the
+    fetching loop's first step goes before it, that has work enough beside which both copies are made when they need be.
+    Returned for values without a buffer of their own (a carry changes): by the copy, from where to where it waits.
+    """
+    fetched: dict[int, int] = {}  # by stack: where the loop begins that fetches it, its first step included
+    for op in ops:
+        if op.kind == "copy" and not op.host:
+            stack = origin(op)
+            while stack.name == "slice":
+                stack = origin(stack.inputs[0])
+            fetched.setdefault(id(stack), op.inner[0].begin if op.inner and op.inner[0].fetches else 0)
+    waiting = {}
+    for op in ops:
+        if op.kind != "yield" or op.target.kind != "stack" or not op.target.host or not op.target.loop.first:
+            continue
+        loop, value = op.target.loop, _root(op.inputs[0])
+        until = max(fetched.get(id(op.target), 0), loop.end)
+        source = origin(value)
+        if source.kind != "carry" and loop in source.loops and id(source) in last:
+            begins[id(source)], last[id(source)] = loop.begin, max(until, last[id(source)])
+        elif value.kind == "copy":
+            waiting[id(value)] = (loop.begin, until)
+    return waiting
 
 
 def _tied(ops: list[Op]) -> set[int]:
@@ -250,18 +288,30 @@ def _tied(ops: list[Op]) -> set[int]:
 
 
 def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
-    """A loop that fetches from the host ahead of time has its last step outside: it reads what is filled in there."""
+    """Loops that read the same fill, each in its steps, read one buffer.
+
+    One that fetches from the host ahead of time has its last step outside: it reads what is filled in there.
+    """
     kept: dict[str, Op] = {}  # the same fill, made once
+    same: dict[tuple, Op] = {}
+    changed = {
+        id(_root(source))
+        for op in program.ops if op.kind in ("in place", "carry", "yield", "result") for source in op.inputs
+    }  # fmt: skip
     for op in program.ops:
         if op.kind == "fused" and is_fill(op):
             if not op.inner and not op.outside and id(op) in made:
                 kept.setdefault(str(op.aval), op)
+                # What one line of a layer fills in is the same for every segment of a stack.
+                first = same.setdefault((op.loops, op.stack, op.text), op)
+                if first is not op and not {id(first), id(op)} & changed:
+                    made.discard(id(op))
+                    last[id(first)] = max(last.get(id(first), -1), last.get(id(op), -1))
             elif id(op) not in made and (op.outside or (op.inner and op.inner[0].fetches)):
                 fill = kept.get(str(op.aval))
                 if fill is not None:
-                    last[id(fill)] = max(
-                        last.get(id(fill), -1), op.inner[0].end if op.inner else last.get(id(op), op.time)
-                    )
+                    until = op.inner[0].end if op.inner else last.get(id(op), op.time)
+                    last[id(fill)] = max(last.get(id(fill), -1), until)
 
 
 def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:

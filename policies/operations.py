@@ -67,6 +67,7 @@ class Loop:
     fetches: bool = False  # whether its steps read what an earlier loop left in host memory
     kept: set[str] = dataclasses.field(default_factory=set)  # names of what its steps read of an earlier loop's
     stack: str = ""
+    first: bool = False  # whether its first step goes before it, and what that leaves begins the stacks
 
 
 def scatters(body: Any) -> bool:

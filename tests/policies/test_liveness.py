@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 from overspill import policies, zoo
@@ -219,7 +220,7 @@ def step_of(model, target, placement, **options):
     config = proving.shortened(from_config(model), options.get("layers"))
     layout = layout_of(abstract_mesh(options["mesh"]), ())
     rows = options.get("rows") or layout.size(layout.axes("batch"))
-    built = abstract(config, dtype=jnp.bfloat16, segments=())
+    built = abstract(config, dtype=jnp.bfloat16, segments=options.get("segments", ()))
     built = parse_placements(built, (placement,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -240,6 +241,8 @@ RECORDED = [
     ("llama-3.1-8b", "h200", "recompute_all", {"mesh": "fsdp=8"}, 12045461528, 28171185265),
     ("llama-3.1-8b", "h200", "save_all", {"mesh": "fsdp=8"}, 12045461528, 45203206001),
     ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=8"}, 12045461528, 27896969841),
+    ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=8", "segments": (8, 16, 24)}, 12045461528, 29960688365),
+    ("llama-3.2-1b", "h200", "offload_all", {"mesh": "fsdp=8", "layers": 8}, 1123933208, 13197826877),
     ("llama-3.3-70b", "h200", "recompute_all", {"mesh": "fsdp=32", "rows": 64}, 26457779224, 82974207121),
     ("llama-3.1-8b", "h200", "offload_qkv", {"mesh": "fsdp=8", "rows": 32, "length": 2048, "accumulate": 4},
      12045392361, 28295000000),
@@ -303,6 +306,62 @@ def test_buffers_never_end_before_they_begin():
     program = Buffers(closed, [None, None], "cuda")
     found = lifetimes(program, [])
     assert found and all(0 <= buffer.begin <= buffer.end for buffer in found)
+
+
+def two_loops(body):
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(body, jax.lax.scan(body, x, w[:3])[0], w[3:])[0])
+
+    closed = jax.make_jaxpr(jax.grad(loss))(square(6), square())
+
+    def read(platform):
+        program = Buffers(closed, [None, None], platform)
+        return program, lifetimes(program, [])
+
+    return read
+
+
+def test_equal_stacks_of_all_loops_are_filled_at_once():
+    read = two_loops(lambda x, w: (jnp.sin(x @ w), None))
+
+    def begins(platform):
+        _, found = read(platform)
+        gradients = [b for b in found if b.op.kind == "stack" and "transpose(" in b.op.stack]
+        assert [b.bytes for b in gradients] == [3 * SQUARE] * 2
+        return {b.begin for b in gradients}
+
+    assert len(begins("cuda")) == 1
+    assert len(begins("tpu")) == 2
+
+
+def test_what_a_loops_last_step_moves_waits_for_the_loop_that_fetches_it():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["y"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def layer(x, w):
+        return jnp.sin(checkpoint_name(x @ w, "y")), None
+
+    program, found = two_loops(layer)("cuda")
+    loops = {op.loop.begin: op.loop for op in program.ops if op.loop is not None}
+    first, second, _, last = (loops[begin] for begin in sorted(loops))
+    assert first.first and second.first and last.fetches and not first.fetches
+    (moved,) = [b for b in found if b.op.name == "dot_general" and b.begin == first.begin]
+    assert moved.end == last.begin  # all through the other loops' passes
+
+
+def test_loops_that_read_the_same_fill_share_it():
+    def run(x, *weights):
+        for w in weights:
+            c = jnp.full((N, N), 2.0)
+            x = jax.lax.scan(lambda x, w, c=c: (jnp.sin(x @ w) @ c, None), x, w)[0]
+        return x
+
+    program = Buffers(jax.make_jaxpr(run)(square(), square(3), square(3)), [None] * 3, "cuda")
+    (fill,) = [b for b in lifetimes(program, []) if b.op.name == "broadcast_in_dim"]
+    ends = [op.loop.end for op in program.ops if op.loop is not None]
+    assert fill.bytes == SQUARE and fill.end == max(ends)
 
 
 def test_a_chain_needs_what_the_compiler_says(gpu):

@@ -16,8 +16,6 @@ from .lifetimes import Buffer, lifetimes
 from .operations import Op
 
 _LISTED = 12
-# The temp bytes that TPUs' compiler reports, over the height of its heap: 1.06 to 1.39 in six training steps.
-_TPU_FACTOR = 1.25
 _SMALL = 2**-12  # buffers of a smaller part of the peak than this are added up, not placed
 
 
@@ -92,8 +90,6 @@ def _packed(program: Buffers, buffers: list[Buffer], arguments: int) -> Footprin
     small = [b for b in buffers if b.bytes < peak * _SMALL]
     large = [b for b in buffers if b.bytes >= peak * _SMALL]
     temp = max(_heap(large) + min(sum(b.bytes for b in small), int(peak * 0.01)), peak)
-    if program.platform == "tpu":
-        temp = int(temp * _TPU_FACTOR)
     moments = _moments(program, buffers, levels, arguments, temp / peak if peak else 1.0)
     return Footprint(arguments, temp, moments, _timeline(program, levels, arguments))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from .buffers import Buffers
 from .operations import Op, is_fill
+from .tpu_schedule import added, fetched_ahead, fetches, recomputed, together
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -37,7 +38,14 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
         for op in ops
         if op.kind == "yield" and op.inputs and op.target.kind == "carry"
     }
-    if not tpu:
+    ahead: list[Buffer] = []
+    if tpu:
+        together(ops, made, begins, _root, _read)
+        for op in filter(fetched_ahead, ops):
+            if id(op) in last:
+                begins[id(op)] = op.inner[0].begin
+                ahead.append(Buffer(op, op.bytes, op.inner[0].begin, op.inner[0].end))  # of the next step
+    else:
         _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
     taken = _in_place_results(program, donated)
@@ -66,7 +74,7 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
             continue
         buffers[id(op)] = buffer = Buffer(op, op.bytes, begin, max(begin, end))
         found.append(buffer)
-    return found
+    return found + ahead
 
 
 def _root(op: Op) -> Op:
@@ -101,7 +109,7 @@ def _made(program: Buffers) -> set[int]:
             for source in op.inputs:
                 if _root(source).loops != op.loops and not is_fill(source) and not sinks(source):
                     ask(source)
-    return made
+    return made - added(program.ops, _root) if tpu else made
 
 
 def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
@@ -112,6 +120,7 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     first: dict[int, int] = {}
     begins: dict[int, int] = {}
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
+    moves = fetches(ops)
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:
@@ -143,17 +152,23 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
         early = time = op.time
         if id(op) not in made or op.kind == "alias":
             early, time = first[id(op)], last[id(op)]
-        elif _waits(op, tpu):
+        elif _waits(op, tpu, moves):
             early = time = begins[id(op)] = max(first[id(op)] - 1, time)
         for source in op.inputs:
             use(source, *seen_from(source, op, time, early))
     return last, begins, inside
 
 
-def _waits(op: Op, tpu: bool) -> bool:
-    """Whether XLA's scheduler, which puts collectives where their result is needed, can do so past whole loops."""
+def _waits(op: Op, tpu: bool, moves: bool) -> bool:
+    """Whether XLA's scheduler, which puts collectives where their result is needed, can do so past whole loops.
+
+    - `moves`: whether a loop's steps read what waits on the host. XLA for TPUs then has its first step before it, which
+      a collective runs beside.
+    """
+    if tpu and recomputed(op):
+        return True
     if op.kind == "collective":
-        return not op.inner
+        return not op.inner and not (tpu and moves)
     return op.kind == "hard" and op.name == "dot_general" and not tpu
 
 

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from typing import Any
 
 from .buffers import Buffers
-from .operations import Op, is_fill
-from .tpu_schedule import added, fetched_ahead, fetches, recomputed, together
+from .operations import SCATTERS, Op, is_fill
+from .tpu_schedule import added, early, fetched_ahead, fetches, recomputed, together
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -45,6 +45,7 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
             if id(op) in last:
                 begins[id(op)] = op.inner[0].begin
                 ahead.append(Buffer(op, op.bytes, op.inner[0].begin, op.inner[0].end))  # of the next step
+        early(ops, made, begins, _root, _read)
     else:
         _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
@@ -168,8 +169,11 @@ def _waits(op: Op, tpu: bool, moves: bool) -> bool:
     if tpu and recomputed(op):
         return True
     if op.kind == "collective":
-        return not op.inner and not (tpu and moves)
-    return op.kind == "hard" and op.name == "dot_general" and not tpu
+        there = tpu and moves and (op.name not in SCATTERS or _root(op.inputs[0]).kind == "carry")
+        return not op.inner and not there
+    if tpu:  # the gradients of a layer outside of loops, for which the optimizer waits
+        return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")
+    return op.kind == "hard" and op.name == "dot_general"
 
 
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> None:

@@ -43,6 +43,37 @@ def added(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
     return {id(op) for op, by in only if len(by) == 1 and by[0].kind == "fused" and by[0].name in ("add", "add_any")}
 
 
+def early(
+    ops: list[Op], made: set[int], begins: dict[int, int], root: Callable[[Op], Op], read: Callable[[Op], list[Op]]
+) -> None:
+    """Puts into `begins` what is fetched or computed again outside of loops before a loop that fetches, for after it.
+
+    What comes from the host has nothing to wait for, and the scheduler starts transfers early: before the loop too, and
+    with them the products of what they bring.
+
+    - `made`, `root`, `read`: as for `together`.
+    """
+    starts = [op.inner[0].begin for op in ops if op.inner and op.inner[0].fetches]
+    start = min(starts, default=len(ops))
+    fetched: set[int] = set()
+    for op in ops:
+        if op.inner or op.time < start or id(op) not in made:
+            continue
+        if op.kind == "copy" and not op.host:
+            fetched.add(id(op))
+        elif recomputed_outside(op):
+            sources = [source for source in map(root, read(op)) if id(source) in made]
+            if sources and all(id(source) in fetched or source.time < start for source in sources):
+                fetched.add(id(op))
+        if id(op) in fetched:
+            begins[id(op)] = min(begins.get(id(op), op.time), start)
+
+
+def recomputed_outside(op: Op) -> bool:
+    """Whether a product is computed again outside of loops."""
+    return op.kind == "hard" and not op.inner and "rematted_computation" in op.stack
+
+
 def together(
     ops: list[Op], made: set[int], begins: dict[int, int], root: Callable[[Op], Op], read: Callable[[Op], list[Op]]
 ) -> None:

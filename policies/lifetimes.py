@@ -11,7 +11,7 @@ from typing import Any
 
 from .buffers import Buffers
 from .operations import SCATTERS, Op, is_fill
-from .tpu_schedule import added, early, fetched_ahead, fetches, recomputed, together
+from .tpu_schedule import added, early, fetched_ahead, fetches, recomputed, summed_at, together
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -121,7 +121,7 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     first: dict[int, int] = {}
     begins: dict[int, int] = {}
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
-    moves = fetches(ops)
+    moves, summed = fetches(ops), summed_at(ops)
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:
@@ -153,6 +153,8 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
         early = time = op.time
         if id(op) not in made or op.kind == "alias":
             early, time = first[id(op)], last[id(op)]
+        elif tpu and id(op) in summed:
+            early = time = begins[id(op)] = summed[id(op)]
         elif _waits(op, tpu, moves):
             early = time = begins[id(op)] = max(first[id(op)] - 1, time)
         for source in op.inputs:
@@ -166,11 +168,12 @@ def _waits(op: Op, tpu: bool, moves: bool) -> bool:
     - `moves`: whether a loop's steps read what waits on the host. XLA for TPUs then has its first step before it, which
       a collective runs beside.
     """
-    if tpu and recomputed(op):
+    if tpu and (recomputed(op) or (op.kind == "fused" and is_fill(op))):
         return True
     if op.kind == "collective":
-        there = tpu and moves and (op.name not in SCATTERS or _root(op.inputs[0]).kind == "carry")
-        return not op.inner and not there
+        if tpu and op.name in SCATTERS and not op.inner:
+            return moves != (_root(op.inputs[0]).kind == "carry")
+        return not op.inner and not (tpu and moves)
     if tpu:  # the gradients of a layer outside of loops, for which the optimizer waits
         return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")
     return op.kind == "hard" and op.name == "dot_general"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from .local_sizes import local_shape
-from .operations import Op
+from .operations import SCATTERS, Op
 
 
 def fetches(ops: list[Op]) -> bool:
@@ -41,6 +41,12 @@ def added(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
     products = [op for op in ops if op.kind == "hard" and op.name == "dot_general"]
     only = ((op, readers.get(id(op), [])) for op in products)
     return {id(op) for op, by in only if len(by) == 1 and by[0].kind == "fused" and by[0].name in ("add", "add_any")}
+
+
+def summed_at(ops: list[Op]) -> dict[int, int]:
+    """Where the sums over devices in a loop's step run, by id: all of them where the last one does, combined."""
+    last = {op.loops: op.time for op in ops if op.inner and op.name in SCATTERS}
+    return {id(op): last[op.loops] for op in ops if op.inner and op.name in SCATTERS}
 
 
 def early(

@@ -11,7 +11,7 @@ from typing import Any
 
 from .buffers import Buffers
 from .operations import SCATTERS, Op, is_fill
-from .tpu_schedule import added, early, fetched_ahead, fetches, recomputed, summed_at, together
+from .tpu_schedule import added, early, fetched_ahead, fetches, left, recomputed, summed_at, together
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -122,6 +122,7 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     begins: dict[int, int] = {}
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
     moves, summed = fetches(ops), summed_at(ops)
+    later = left(ops, made, _root) if tpu and moves else set()
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:
@@ -155,7 +156,7 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
             early, time = first[id(op)], last[id(op)]
         elif tpu and id(op) in summed:
             early = time = begins[id(op)] = summed[id(op)]
-        elif _waits(op, tpu, moves):
+        elif _waits(op, tpu, moves) or id(op) in later:
             early = time = begins[id(op)] = max(first[id(op)] - 1, time)
         for source in op.inputs:
             use(source, *seen_from(source, op, time, early))

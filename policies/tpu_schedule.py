@@ -29,6 +29,26 @@ def recomputed(op: Op) -> bool:
     return bool(op.inner) and "rematted_computation" in op.stack
 
 
+def left(ops: list[Op], made: set[int], root: Callable[[Op], Op]) -> set[int]:
+    """The matrix products of a layer's backward pass, by id, that can be left until their result is needed.
+
+    They read what was computed again for another product and stays in memory: the gradient of attention's values, which
+    reads its probabilities, comes after that of the scores. Only where values are fetched from the host: there the
+    schedule begins with what waits for none.
+
+    - `made`, `root`: as for `together`.
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        if op.kind == "hard" and op.inner:
+            for source in {id(root(source)): root(source) for source in op.inputs}.values():
+                if id(source) in made and source.kind == "fused" and recomputed(source):
+                    readers.setdefault(id(source), []).append(op)
+    shared = [by for by in readers.values() if any(map(recomputed, by))]
+    products = [op for by in shared for op in by if not recomputed(op)]
+    return {id(op) for op in products if 4 * op.bytes <= max(source.bytes for source in op.inputs)}
+
+
 def added(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
     """The matrix products, by id, that are added to something by the kernel that computes them, and so have no buffer.
 

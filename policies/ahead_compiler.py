@@ -19,7 +19,11 @@ from typing import Any
 from .evidence import Evidence, read
 
 _KINDS = ("argument", "output", "alias", "temp")
+# With these a TPU's compiler says on its standard error how it counts a program's memory, and writes no files.
+SAYS_MEMORY = {"TPU_MIN_LOG_LEVEL": "0", "TPU_STDERR_LOG_LEVEL": "0", "TPU_LOG_DIR": "disabled"}
 _LINE = 400  # characters of an error: it may go on with a dump of the program
+# What a program takes of the device's memory, a line each until the next memory's.
+_REQUIREMENT = re.compile(r"^Program hbm requirement .*\n(?: +.*\n)*", re.MULTILINE)
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -70,6 +74,18 @@ def describe(stats: Any, text: str) -> dict[str, Any]:
     host = {kind: getattr(stats, f"host_{kind}_size_in_bytes") for kind in _KINDS}
     device["code"], host["code"] = stats.generated_code_size_in_bytes, stats.host_generated_code_size_in_bytes
     return {"device": device, "host": host, "evidence": read(text).as_json()}
+
+
+def scratch(said: str) -> int | None:
+    """Bytes of scratch by what a TPU's compiler said: its heap, and what kernels take beside it; None if it didn't.
+
+    They and the program's code are what it adds to the arguments to see whether a program fits. Its memory analysis has
+    another figure: `temp_size_in_bytes` counts the heap's gaps twice, and `peak_memory_in_bytes` not at all, but the
+    host's memory with the device's.
+    """
+    found = _REQUIREMENT.search(said)
+    sizes = re.findall(r"^ +(?:scoped|HLO temp) +([\d.]+)([BKMGT])", found[0], re.MULTILINE) if found else []
+    return sum(int(float(size) * _UNITS[unit]) for size, unit in sizes) if found else None
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:

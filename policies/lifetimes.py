@@ -11,7 +11,8 @@ from typing import Any
 
 from .buffers import Buffers
 from .kernels import writes_exponentials
-from .operations import Op, cut_by_rows, is_fill, origin
+from .operations import SCATTERS, Op, cut_by_rows, is_fill, origin
+from .tpu_schedule import added, early, fetched_ahead, fetches, left, recomputed, summed_at, together
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -38,9 +39,17 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
         for op in ops
         if op.kind == "yield" and op.inputs and op.target.kind == "carry"
     }
+    ahead: list[Buffer] = []
     read: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
-    if not tpu:
+    if tpu:
+        together(ops, made, begins, _root, _read)
+        for op in filter(fetched_ahead, ops):
+            if id(op) in last:
+                begins[id(op)] = op.inner[0].begin
+                ahead.append(Buffer(op, op.bytes, op.inner[0].begin, op.inner[0].end))  # of the next step
+        early(ops, made, begins, _root, _read)
+    else:
         read = _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
         waiting = _wait_for_the_host(ops, begins, last)
@@ -74,7 +83,7 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
         found.append(buffer)
         if id(op) in read:
             found.append(Buffer(op, op.bytes, begin, read[id(op)]))
-    return found
+    return found + ahead
 
 
 def _root(op: Op) -> Op:
@@ -109,7 +118,7 @@ def _made(program: Buffers) -> set[int]:
             for source in op.inputs:
                 if _root(source).loops != op.loops and not is_fill(source) and not sinks(source):
                     ask(source)
-    return made
+    return made - added(program.ops, _root) if tpu else made
 
 
 def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
@@ -121,6 +130,8 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     begins: dict[int, int] = {}
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
     work = len(ops)  # where the next matrix product outside loops is, that a sum over devices can run beside
+    moves, summed = fetches(ops), summed_at(ops)
+    later = left(ops, made, _root) if tpu and moves else set()
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:
@@ -155,7 +166,9 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
         early = time = op.time
         if id(op) not in made or op.kind == "alias":
             early, time = first[id(op)], last[id(op)]
-        elif _waits(op, tpu, made):
+        elif tpu and id(op) in summed:
+            early = time = begins[id(op)] = summed[id(op)]
+        elif (_waits_on_tpu(op, moves) or id(op) in later) if tpu else _waits(op, made):
             late = first[id(op)] - 1
             if not tpu and op.kind == "collective" and op.inputs and op.bytes < op.inputs[0].bytes and not op.inner:
                 late = min(late, work)
@@ -171,17 +184,29 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     return last, begins, inside
 
 
-def _waits(op: Op, tpu: bool, made: set[int]) -> bool:
+def _waits(op: Op, made: set[int]) -> bool:
     """Whether XLA's scheduler, which puts collectives where their result is needed, can do so past whole loops."""
     if op.kind == "collective":
-        return not op.inner or (not tpu and bool(op.inputs) and op.bytes < op.inputs[0].bytes)
-    if tpu:
-        return False
+        return not op.inner or (bool(op.inputs) and op.bytes < op.inputs[0].bytes)
     return (op.kind == "hard" and op.name == "dot_general") or (
         op.kind == "fused"
         and bool(op.inner)
         and op.bytes >= max((s.bytes for s in _read(op) if id(s) in made), default=0)
     )
+
+
+def _waits_on_tpu(op: Op, moves: bool) -> bool:
+    """As `_waits`. `moves`: whether a loop's steps read what waits on the host. XLA for TPUs then has its first step
+    before it, which a collective runs beside.
+    """
+    if recomputed(op) or (op.kind == "fused" and is_fill(op)):
+        return True
+    if op.kind == "collective":
+        if op.name in SCATTERS and not op.inner:
+            return moves != (_root(op.inputs[0]).kind == "carry")
+        return not op.inner and not moves
+    # The gradients of a layer outside of loops, for which the optimizer waits.
+    return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")
 
 
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> dict[int, int]:

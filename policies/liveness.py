@@ -16,8 +16,6 @@ from .lifetimes import Buffer, lifetimes
 from .operations import Op
 
 _LISTED = 12
-# The temp bytes that TPUs' compiler reports, over the height of its heap: 1.06 to 1.39 in six training steps.
-_TPU_FACTOR = 1.25
 _SMALL = 2**-12  # buffers of a smaller part of the peak than this are added up, not placed
 
 
@@ -99,16 +97,19 @@ def _packed(program: Buffers, buffers: list[Buffer], arguments: int) -> Footprin
     peak = max(levels, default=0)
     small = [b for b in buffers if b.bytes < peak * _SMALL]
     large = [b for b in buffers if b.bytes >= peak * _SMALL]
-    temp = max(_heap(large) + min(sum(b.bytes for b in small), int(peak * 0.01)), peak)
-    if program.platform == "tpu":
-        temp = int(temp * _TPU_FACTOR)
+    temp = max(_heap(large, program.platform) + min(sum(b.bytes for b in small), int(peak * 0.01)), peak)
     moments = _moments(program, buffers, levels, arguments, temp / peak if peak else 1.0)
     return Footprint(arguments, temp, moments, _timeline(program, levels, arguments))
 
 
-def _heap(buffers: list[Buffer]) -> int:
-    """The height of a heap of these buffers, placed as XLA does: largest first, each in the tightest gap."""
-    order = sorted(buffers, key=lambda b: (-b.bytes, b.begin - b.end, b.begin))
+def _heap(buffers: list[Buffer], platform: str) -> int:
+    """The height of a heap of these buffers, placed as XLA does: each in the tightest gap, the largest first.
+
+    XLA for TPUs places them in the order in which they begin, and only where that takes more than the device has (but
+    for 2.5 GiB) the largest first.
+    """
+    in_order = platform == "tpu"
+    order = sorted(buffers, key=lambda b: (b.begin if in_order else 0, -b.bytes, b.begin - b.end, b.begin))
     placed: list[tuple[int, int, Buffer]] = []  # by offset
     height = 0
     for buffer in order:

@@ -79,7 +79,7 @@ def test_a_program_is_compiled_once_for_a_target(compiler):
     first = policies.compile_ahead(Wave(), X, target="h200", flags={})
     again = policies.compile_ahead(Wave(), X, target="h200", flags={})
     assert len(compiler) == 1 and (first.cached, again.cached) == (False, True)
-    assert again.device == first.device and again.device_bytes == 6 and again.devices == 1
+    assert again.device == first.device and again.device_bytes == 9 and again.devices == 1
     others = [
         lambda: policies.compile_ahead(Wave(), X, target="gb200", flags={}),
         lambda: policies.compile_ahead(Wave(), X, target="h200", flags={"XLA_FLAGS": "--xla_gpu_x=1"}),
@@ -200,6 +200,20 @@ def test_a_compiler_that_fails(monkeypatch, code, said, reason):
     monkeypatch.setattr(ahead.subprocess, "Popen", Failing)
     with pytest.raises(policies.CompileError, match=reason):
         policies.compile_ahead(Wave(), X, target="h200", flags={}, cache=False)
+
+
+def test_a_tpus_heap_is_counted_once():
+    said = (
+        "Total hbm usage >= 5.69G:\n    reserved        263.00M \n    program           4.02G \n"
+        "\nI1130 12:26:46.112926    2741 backend.cc] Program sflag requirement 356B:\n    scoped           92B\n"
+        "    HLO temp            60B (100.0% utilization)\nProgram hbm requirement 4.02G:\n    global        576.5K\n"
+        "    scoped         2.06M\n    HLO temp       3.99G (100.0% utilization: Unpadded (3.75G) Padded (3.75G), "
+        "6.2% fragmentation (254.01M))\n    overlays         26.08M\nProgram vmem requirement 59.44M:\n"
+        "    scoped           15.44M\n"
+    )
+    assert ahead_compiler.scratch(said) == int(3.99 * 2**30) + int(2.06 * 2**20)
+    assert ahead_compiler.scratch("Program hbm requirement 20B:\n    overlays             20B\n") == 0
+    assert ahead_compiler.scratch("it said something else") is None
 
 
 def test_a_tpu_that_refuses():
@@ -346,6 +360,14 @@ def test_arguments_in_host_memory(gpu):
     state, x = (jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=place) for place in (host, device))
     made = policies.compile_ahead(both, state, x, target=gpu)
     assert made.host["argument"] == made.device["argument"] == 64 * 128 * 4 // 4 and made.devices == 4
+
+
+def test_a_tpus_scratch_is_what_its_compiler_says(tpu, monkeypatch):
+    heard = []
+    monkeypatch.setattr(ahead, "scratch", lambda said: heard.append(ahead_compiler.scratch(said)) or heard[-1])
+    made = policies.compile_ahead(policies.place(Wave(), "save_all"), X, target=tpu, cache=False)
+    assert heard == [made.device["temp"]] and made.device["code"] > 0
+    assert made.device_bytes == sum(made.device.values()) - 2 * made.device["alias"]
 
 
 def test_a_tpu_keeps_on_the_host_what_is_annotated(tpu):

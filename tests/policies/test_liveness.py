@@ -17,10 +17,11 @@ from overspill import policies, zoo
 from overspill.policies.accelerators import target as find_target
 from overspill.policies.buffers import Buffers
 from overspill.policies.calls import prepare
-from overspill.policies.lifetimes import lifetimes
-from overspill.policies.liveness import Footprint, footprint
+from overspill.policies.lifetimes import Buffer, lifetimes
+from overspill.policies.liveness import Footprint, _heap, footprint
 from overspill.policies.local_sizes import cuts_of, local_shape, reshape_cuts
 from overspill.policies.machines import hardware
+from overspill.policies.tpu_schedule import recomputed
 
 N = 256
 SQUARE = 4 * N * N  # bytes of a float32 matrix
@@ -268,17 +269,75 @@ def test_steps_that_were_compiled(model, target, placement, options, arguments, 
     assert found.device_bytes == pytest.approx(needed, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "placement, options, needed",
-    [
-        ("recompute_all", {"mesh": "fsdp=8", "layers": 8}, 14656450784),
-        ("save_all", {"mesh": "fsdp=8", "layers": 8}, 22327636448),
-        ("offload_qkv", {"mesh": "fsdp=8", "layers": 8}, 11679388064),
-    ],
-)
-def test_what_tpus_need_is_known_coarsely(placement, options, needed):
-    found = step_of("llama-3.1-8b", "tpu-v5p", placement, **options)
-    assert found.device_bytes == pytest.approx(needed, rel=0.2)
+# fmt: off
+RECORDED_TPU = [
+    # model, placement, options, bytes of the compiler's heap (tpu-v5p)
+    ("llama-3.1-8b", "recompute_all", {"mesh": "fsdp=8", "layers": 8}, 7557431296),
+    ("llama-3.1-8b", "save_all", {"mesh": "fsdp=8", "layers": 8}, 11588157440),
+    ("llama-3.1-8b", "offload_all", {"mesh": "fsdp=8", "layers": 8}, 5722374144),
+    ("llama-3.1-8b", "offload_all", {"mesh": "fsdp=4,tensor=2", "layers": 16, "length": 8192}, 9789308928),
+    ("deepseek-v2-lite", "recompute_all", {"mesh": "expert=8", "layers": 8}, 12221186048),
+    ("deepseek-v2-lite", "offload_all", {"mesh": "expert=8", "layers": 8}, 14396964864),
+    ("mixtral-8x7b", "recompute_all", {"mesh": "expert=8", "layers": 4, "length": 2048}, 8944467968),
+    ("mixtral-8x7b", "offload_mlp", {"mesh": "expert=8", "layers": 4, "length": 2048}, 9590308864),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("model, placement, options, heap", RECORDED_TPU)
+def test_steps_that_were_compiled_for_tpus(model, placement, options, heap):
+    found = step_of(model, "tpu-v5p", placement, **options)
+    assert found.device_bytes == pytest.approx(found.arguments + heap, rel=0.05)
+
+
+def test_tpus_place_buffers_as_they_begin():
+    op = Buffers(jax.make_jaxpr(jnp.sin)(square()), [None], "tpu").ops[0]
+    # What is freed first lies below a gap that the last one, which is larger, doesn't fit into.
+    buffers = [Buffer(op, size, begin, end) for size, begin, end in ((2, 0, 1), (1, 1, 9), (3, 2, 9))]
+    assert _heap(buffers, "tpu") == 6 and _heap(buffers, "cuda") == 4
+
+
+def test_tpus_add_a_product_where_it_is_computed():
+    def summed(xs, w):
+        return jax.lax.scan(lambda total, x: (total + x @ w, None), jnp.zeros((N, N)), xs)[0]
+
+    # The sum, the step's x, and on GPUs the product.
+    assert of(summed, square(8), square(), platform="cuda").temp == 3 * SQUARE
+    assert of(summed, square(8), square(), platform="tpu").temp == 2 * SQUARE
+
+
+def test_tpus_fetch_the_next_steps_values_beside_this_steps():
+    def away(xs, w):
+        def out(x, _):
+            y = x @ w
+            return y, jax.device_put(y, jax.memory.Space.Host)
+
+        def back(x, kept):
+            return (x @ jax.device_put(kept, jax.memory.Space.Device)) @ w, None
+
+        x, kept = jax.lax.scan(out, xs, length=8)
+        return jax.lax.scan(back, x, kept)[0]
+
+    program = Buffers(jax.make_jaxpr(away)(square(), square()), [None, None], "tpu")
+    fetched = [b for b in lifetimes(program, []) if b.op.kind == "copy"]
+    loop = fetched[0].op.inner[0]
+    assert [b.bytes for b in fetched] == [SQUARE, SQUARE] and {b.begin for b in fetched} == {loop.begin}
+    assert min(b.end for b in fetched) < max(b.end for b in fetched) == loop.end
+
+
+def test_tpus_compute_again_what_is_needed_last_late():
+    def loss(xs, w):
+        @jax.checkpoint
+        def layer(x, w):
+            y = jnp.tanh(x @ w)
+            return jnp.tanh(jnp.tanh(y @ w) @ w)
+
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), xs, w)[0].sum()
+
+    closed = jax.make_jaxpr(jax.grad(loss, argnums=1))(square(), square(4))
+    program = Buffers(closed, [None, None], "tpu")
+    again = [b for b in lifetimes(program, []) if recomputed(b.op) and b.op.kind == "hard"]
+    assert again and all(b.begin >= b.op.time for b in again)
 
 
 def test_moments_are_named_by_what_is_in_them():

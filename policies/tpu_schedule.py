@@ -1,0 +1,130 @@
+"""When XLA for TPUs makes what a program computes: where its schedule isn't the order of the program."""
+
+from collections.abc import Callable
+
+from .local_sizes import local_shape
+from .operations import SCATTERS, Op
+
+
+def fetches(ops: list[Op]) -> bool:
+    """Whether a loop of the program reads, step by step, what an earlier one left in host memory."""
+    return any(loop.fetches for op in ops for loop in op.loops)
+
+
+def fetched_ahead(op: Op) -> bool:
+    """Whether an array comes back from the host during the step before the one that reads it.
+
+    The loop's first step is taken out of it then, and each step waits for what the one before it asked for and asks
+    for what the next one needs, nearly at once: both are in memory.
+    """
+    return op.kind == "copy" and not op.host and bool(op.inner) and op.inner[0].fetches and op.inner[0].length > 1
+
+
+def recomputed(op: Op) -> bool:
+    """Whether a value is computed again in a loop's step: the scheduler, which begins at a step's end, does so late.
+
+    Traced programs compute all of a layer again before its backward pass begins. What that pass needs last, such as
+    attention's scores where its output has come from the host, is left until then.
+    """
+    return bool(op.inner) and "rematted_computation" in op.stack
+
+
+def left(ops: list[Op], made: set[int], root: Callable[[Op], Op]) -> set[int]:
+    """The matrix products of a layer's backward pass, by id, that can be left until their result is needed.
+
+    They read what was computed again for another product and stays in memory: the gradient of attention's values, which
+    reads its probabilities, comes after that of the scores. Only where values are fetched from the host: there the
+    schedule begins with what waits for none.
+
+    - `made`, `root`: as for `together`.
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        if op.kind == "hard" and op.inner:
+            for source in {id(root(source)): root(source) for source in op.inputs}.values():
+                if id(source) in made and source.kind == "fused" and recomputed(source):
+                    readers.setdefault(id(source), []).append(op)
+    shared = [by for by in readers.values() if any(map(recomputed, by))]
+    products = [op for by in shared for op in by if not recomputed(op)]
+    return {id(op) for op in products if 4 * op.bytes <= max(source.bytes for source in op.inputs)}
+
+
+def added(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
+    """The matrix products, by id, that are added to something by the kernel that computes them, and so have no buffer.
+
+    - `root`: what an operation is another name of.
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for source in op.inputs if op.kind != "alias" else ():
+            readers.setdefault(id(root(source)), []).append(op)
+    products = [op for op in ops if op.kind == "hard" and op.name == "dot_general"]
+    only = ((op, readers.get(id(op), [])) for op in products)
+    return {id(op) for op, by in only if len(by) == 1 and by[0].kind == "fused" and by[0].name in ("add", "add_any")}
+
+
+def summed_at(ops: list[Op]) -> dict[int, int]:
+    """Where the sums over devices in a loop's step run, by id: all of them where the last one does, combined."""
+    last = {op.loops: op.time for op in ops if op.inner and op.name in SCATTERS}
+    return {id(op): last[op.loops] for op in ops if op.inner and op.name in SCATTERS}
+
+
+def early(
+    ops: list[Op], made: set[int], begins: dict[int, int], root: Callable[[Op], Op], read: Callable[[Op], list[Op]]
+) -> None:
+    """Puts into `begins` what is fetched or computed again outside of loops before a loop that fetches, for after it.
+
+    What comes from the host has nothing to wait for, and the scheduler starts transfers early: before the loop too, and
+    with them the products of what they bring.
+
+    - `made`, `root`, `read`: as for `together`.
+    """
+    starts = [op.inner[0].begin for op in ops if op.inner and op.inner[0].fetches]
+    start = min(starts, default=len(ops))
+    fetched: set[int] = set()
+    for op in ops:
+        if op.inner or op.time < start or id(op) not in made:
+            continue
+        if op.kind == "copy" and not op.host:
+            fetched.add(id(op))
+        elif recomputed_outside(op):
+            sources = [source for source in map(root, read(op)) if id(source) in made]
+            if sources and all(id(source) in fetched or source.time < start for source in sources):
+                fetched.add(id(op))
+        if id(op) in fetched:
+            begins[id(op)] = min(begins.get(id(op), op.time), start)
+
+
+def recomputed_outside(op: Op) -> bool:
+    """Whether a product is computed again outside of loops."""
+    return op.kind == "hard" and not op.inner and "rematted_computation" in op.stack
+
+
+def together(
+    ops: list[Op], made: set[int], begins: dict[int, int], root: Callable[[Op], Op], read: Callable[[Op], list[Op]]
+) -> None:
+    """Puts into `begins` where elementwise results in memory are made earlier than in the program.
+
+    Multi-output fusion makes one kernel of elementwise operations that read the same array and have the same shape,
+    such as the products of a gated layer's backward pass: it runs where the first of them does, if what the others read
+    is there.
+
+    - `made`: the operations whose result is in memory, by id.
+    - `root`: what an operation is another name of.
+    - `read`: the operands in memory of everything that is fused into an operation.
+    """
+    kernels: dict[tuple, list[int]] = {}  # by loops, shape and an array that is read: when kernels run that read it
+    for op in ops:
+        if op.kind != "fused" or id(op) not in made or not op.bytes or not op.loops:
+            continue
+        sources = [root(source) for source in read(op)]
+        sources = [source for source in sources if id(source) in made and source.loops == op.loops]
+        shape = local_shape(op.aval, op.cuts)
+        ready = max((begins.get(id(source), source.time) for source in sources), default=op.time)
+        keys = [(op.loops, shape, id(source)) for source in sources if local_shape(source.aval, source.cuts) == shape]
+        alone = begins.get(id(op), op.time)
+        begin = min((time for key in keys for time in kernels.get(key, ()) if ready < time <= alone), default=alone)
+        if begin < alone:
+            begins[id(op)] = begin
+        for key in keys:
+            kernels.setdefault(key, []).append(begin)

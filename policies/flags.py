@@ -51,6 +51,11 @@ _CUDA = (
          "percent of free device memory that the scheduler plans with", ">=0.10"),
     Flag("xla_gpu_experimental_parallel_collective_overlap_limit", "1", XLA,
          "with more collectives at once, what comes back from host memory can be corrupted", ">=0.10"),
+    # The pipeliner works from the inner loop outwards: sums of experts' gradients that it takes out of a loop over
+    # layers it takes out of the loop over micro-batches next, and what moves to the host goes along.
+    Flag("xla_gpu_enable_pipelined_reduce_scatter", "false", XLA,
+         "a loop over micro-batches would be taken apart: each layer's program four times, nearly twice the memory",
+         ">=0.10"),
 )  # fmt: skip
 _SHARE = Flag(
     FRACTION, "0.92", FRACTION, "share of device memory that a process takes, 0.75 otherwise; the rest is the driver's "

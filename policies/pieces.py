@@ -1,6 +1,7 @@
 """Stacks of layers in a model, and the groups of layers that a planner may place differently."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,11 @@ class Layers:
     @property
     def num_layers(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The layers, counted through all stacks of the model, that begin its segments, but for the first."""
+        return tuple(self.start + n for n in itertools.accumulate(self.lengths))[:-1]
 
     def pieces(self, count: int | None) -> Iterator[tuple[int, int]]:
         """The first layer and the number of layers of each of `count` nearly equal groups; those of now for None.

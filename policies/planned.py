@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group as Renderables
@@ -34,6 +34,7 @@ class Plan:
     - `model_flops`: of a step on one device, nothing computed again and attention counted in full squares.
     - `dtype`: the number format that products run in.
     - `read_seconds`, `solve_seconds`: what reading the program and choosing took.
+    - `footprint`: the memory of the step, as simulated.
     """
 
     problem: Problem
@@ -92,38 +93,17 @@ class Plan:
     @functools.cached_property
     def pieces(self) -> tuple["Piece", ...]:
         """The groups of layers, neighbours that are placed alike as one, with the paths that their activations have."""
-        found: list[Piece] = []
-        for group, row in zip(self.problem.groups, self.decision, strict=True):
-            ends = {end(item.path, group.stack): place for item, place in zip(group.items, row, strict=True)}
-            before = found[-1] if found else None
-            if before is not None and before.stack == group.stack and before.placements == ends:
-                found[-1] = dataclasses.replace(before, groups=(*before.groups, group))
-            else:
-                index = sum(piece.stack == group.stack for piece in found)
-                cut = any(group.stack == stack.path for stack in self.stacks)
-                found.append(Piece(group.stack, index if cut else None, (group,), ends))
-        return tuple(found)
+        return pieces_of(self.problem.groups, self.decision, self.stacks)
 
     @functools.cached_property
     def rules(self) -> dict[str, Placement]:
         """The placement of every activation, by its path in a model that is cut at `boundaries`."""
-        rules = {piece.path(rest): place for piece in self.pieces for rest, place in piece.placements.items()}
-        for path, place in self.fixed.items():
-            stack = next((s for s in self.stacks if path.startswith(f"{s.path}.segments.")), None)
-            if stack is None:
-                rules[path] = place
-                continue
-            rules |= {p.path(end(path, stack.path)): place for p in self.pieces if p.stack == stack.path}
-        return rules
+        return rules_of(self.pieces, self.stacks, self.fixed)
 
     @functools.cached_property
     def boundaries(self) -> tuple[int, ...]:
         """The layers, counted through all stacks of the model, that begin a segment: as `zoo.resegment` takes them."""
-        cuts = []
-        for stack in self.stacks:
-            lengths = [piece.layers for piece in self.pieces if piece.stack == stack.path]
-            cuts += [stack.start + n for n in itertools.accumulate(lengths)][:-1]
-        return tuple(cuts)
+        return boundaries_of(self.pieces, self.stacks)
 
     def __call__(self, tree: Any) -> dict[str, Placement]:
         """The rules for `tree`, as `policies.place` asks for them.
@@ -247,6 +227,46 @@ class Piece:
         """The path of an activation in this segment."""
         where = self.stack if self.segment is None else f"{self.stack}.segments.{self.segment}"
         return f"{where}.{rest}" if where else rest
+
+
+def pieces_of(
+    groups: Sequence[Group], decision: Decision, stacks: Sequence[Layers], *, together: bool = True
+) -> tuple[Piece, ...]:
+    """The pieces that a decision makes of groups of layers: neighbours that it places alike as one, or each its own."""
+    found: list[Piece] = []
+    for group, row in zip(groups, decision, strict=True):
+        ends = {end(item.path, group.stack): place for item, place in zip(group.items, row, strict=True)}
+        before = found[-1] if found and together else None
+        if before is not None and before.stack == group.stack and before.placements == ends:
+            found[-1] = dataclasses.replace(before, groups=(*before.groups, group))
+        else:
+            index = sum(piece.stack == group.stack for piece in found)
+            cut = any(group.stack == stack.path for stack in stacks)
+            found.append(Piece(group.stack, index if cut else None, (group,), ends))
+    return tuple(found)
+
+
+def rules_of(
+    pieces: Sequence[Piece], stacks: Sequence[Layers], fixed: Mapping[str, Placement]
+) -> dict[str, Placement]:
+    """The placement of every activation of `pieces`, and of those that are `fixed`, by its path in a segment."""
+    rules = {piece.path(rest): place for piece in pieces for rest, place in piece.placements.items()}
+    for path, place in fixed.items():
+        stack = next((s for s in stacks if path.startswith(f"{s.path}.segments.")), None)
+        if stack is None:
+            rules[path] = place
+            continue
+        rules |= {p.path(end(path, stack.path)): place for p in pieces if p.stack == stack.path}
+    return rules
+
+
+def boundaries_of(pieces: Sequence[Piece], stacks: Sequence[Layers]) -> tuple[int, ...]:
+    """The layers, counted through all stacks of the model, that begin a segment where each piece is one."""
+    cuts: list[int] = []
+    for stack in stacks:
+        lengths = [piece.layers for piece in pieces if piece.stack == stack.path]
+        cuts += [stack.start + n for n in itertools.accumulate(lengths)][:-1]
+    return tuple(cuts)
 
 
 def end(path: str, stack: str) -> str:

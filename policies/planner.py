@@ -20,11 +20,12 @@ from .costs import Cost, expert_fill, total
 from .flags import FRACTION, POOL, xla_flags
 from .liveness import Footprint, footprint
 from .machines import Hardware, hardware as find_hardware
-from .planned import Plan
+from .planned import Plan, boundaries_of, pieces_of, rules_of
 from .pricing import Prices
 from .problem import Decision, Limits, Problem
 from .programs import Program
-from .scaling import bisected, fits, largest, stretched
+from .scaling import bisected, largest, stretched
+from .settling import fits, settled, shifted
 from .solving import solve
 from .spaces import HOST_MEMORY
 from .staging import Reference, phases
@@ -82,8 +83,8 @@ def plan(
         for.
     - `reserved_bytes`: of device memory, for what the function doesn't show: an optimizer's state, for a loss.
     - `segments`: into how many groups of layers, at most, each stack may be cut, each placed on its own. More choose
-        finer, compile longer, and need more memory than is predicted where several of them move activations. By
-        default those that there are.
+        finer and compile longer, and each that moves activations needs memory for that, up to a layer's; so few do
+        better than many. By default those that there are.
     - `layers`: how often a single layer runs, one after the other, where `function` is one.
     - `pipelined`: whether a layer's transfers run beside other layers' computation, as with `policies.xla_flags`. False
         has everything wait for them.
@@ -94,8 +95,9 @@ def plan(
     - `fused_attention`: counts attention's time as that of a fused kernel, which keeps scores on the chip and leaves
         out what the causal mask hides.
 
-    Without `calibrate` device memory is simulated from the program alone, in seconds: mostly within 5 % of what the
-    compiler says on GPUs, and within 30 % on TPUs. Host memory for activations is exact.
+    Without `calibrate` device memory is simulated from the program alone, the plan's own at last, each time in seconds
+    at most: mostly within 5 % of what the compiler says on GPUs, and within 30 % on TPUs. Host memory for activations
+    is exact.
 
     Raises `Infeasible`, a ValueError, when nothing fits: it says by how much. ValueError for other arguments that can't
     be, TypeError where an option might be meant for the function.
@@ -127,6 +129,7 @@ class Planner:
             raise ValueError(f"segments is {options.segments}: the program has no stack of layers that could be cut")
         self.assembly = Assembly(program, blocks, self.prices, options.segments)
         self._whole: Cost | None = None
+        self._footprints: dict[Decision, Footprint] = {}  # of whole plans
         self.read_seconds = time.perf_counter() - start
 
     @functools.cached_property
@@ -140,13 +143,31 @@ class Planner:
     @functools.cached_property
     def references(self) -> tuple[Reference, ...]:
         """The step's memory with all recomputed, kept on the device, and moved to the host, as far as that can be."""
-        return tuple(Reference(decision, self._simulated(decision)) for decision in self._decisions())
+        found = tuple(Reference(decision, self._simulated(decision)) for decision in self._decisions())
+        if len({group.stack for group in self.assembly.groups}) == len(self.assembly.groups):  # none are put together
+            self._footprints.update({reference.decision: reference.footprint for reference in found})
+        return found
 
     def plan(self) -> Plan:
-        """The best plan. Raises Infeasible."""
-        problem, start = self.problem, time.perf_counter()
-        decision = solve(problem)
-        return self.as_plan(decision, time.perf_counter() - start)
+        """The best plan, with the device memory that its own program is simulated to need. Raises Infeasible."""
+        problem, start, reading = self.problem, time.perf_counter(), 0.0
+
+        def simulated(decision: Decision) -> int | float:
+            nonlocal reading
+            begun = time.perf_counter()
+            size = self._needed(decision)
+            reading += time.perf_counter() - begun
+            return size
+
+        decision, size = settled(problem, simulated, [reference.decision for reference in self.references])
+        found = self._shifted(size - problem.evaluate(decision).device_bytes)
+        found.read_seconds += reading
+        return found.as_plan(decision, time.perf_counter() - start - reading)
+
+    def _summed(self) -> Plan:
+        """The best plan by sums over placements. Raises Infeasible."""
+        start = time.perf_counter()
+        return self.as_plan(solve(self.problem), time.perf_counter() - start)
 
     def as_plan(self, decision: Decision, solve_seconds: float = 0.0) -> Plan:
         """A decision with all that follows from it."""
@@ -162,7 +183,7 @@ class Planner:
             dtype=self.options.dtype or self.assembly.format,
             solve_seconds=solve_seconds,
             read_seconds=self.read_seconds,
-            footprint=self.references[0].footprint,
+            footprint=self._footprints.get(decision, self.references[0].footprint),
         )
 
     def calibrated(self) -> Plan:
@@ -176,17 +197,18 @@ class Planner:
             tried.add(plan.decision)
             compiled = self.compiled(plan, target)
             if compiled.error is None:
-                planner = planner._shifted(compiled.device_bytes - plan.device_bytes)
+                summed = planner.problem.evaluate(plan.decision).device_bytes
+                planner = planner._shifted(compiled.device_bytes - summed)
                 found = planner.as_plan(plan.decision, plan.solve_seconds)
                 if planner.problem.fits(found.outcome) and (best is None or found.seconds < best.seconds):
                     best = found
-                following = planner.plan()
+                following = planner._summed()
             else:
                 # A TPU's compiler says of what it refuses only that: more memory is left out until another is best.
                 following, share = plan, _SPARE
                 while following.decision in tried:
                     planner = planner._shifted(round(share * plan.device_bytes))
-                    following, share = planner.plan(), 2 * share
+                    following, share = planner._summed(), 2 * share
             if following.decision in tried:
                 break
             plan = following
@@ -199,12 +221,15 @@ class Planner:
         function, args, kwargs = self.program.planned(plan.rules, plan.boundaries)
         return compile_ahead(function, *args, target=target, **kwargs)
 
-    def _shifted(self, size: int) -> "Planner":
+    def _shifted(self, size: int | float) -> "Planner":
         """This with so many more bytes of device memory taken at every moment."""
         new = copy.copy(self)
-        moved = tuple(dataclasses.replace(phase, fixed=phase.fixed + size) for phase in self.problem.phases)
-        new.__dict__["problem"] = dataclasses.replace(self.problem, phases=moved)
+        new.__dict__["problem"] = shifted(self.problem, size)
         return new
+
+    def fits(self) -> bool:
+        """Whether some plan keeps to the limits."""
+        return fits(self.problem, self._needed, [reference.decision for reference in self.references])
 
     def largest_batch(self) -> int:
         """The most sequences of a step, in as many micro-batches, with which some decision fits; 0 where none does.
@@ -219,7 +244,7 @@ class Planner:
         parts = largest(lambda parts: stretched(self.problem, large, parts * unit / rows - 1))
 
         def really(parts: int) -> bool:
-            return fits(Planner(self.options, self.program.resized(parts * unit)).problem)
+            return Planner(self.options, self.program.resized(parts * unit)).fits()
 
         # Buffers share memory in other ways with another batch: the program that is promised to fit is read.
         if parts and not really(parts):
@@ -253,7 +278,7 @@ class Planner:
             groups=assembly.groups,
             phases=tuple(
                 dataclasses.replace(phase, fixed=phase.fixed + options.reserved_bytes)
-                for phase in phases(assembly.groups, self.references, gradients, as_cut=options.segments is None)
+                for phase in phases(assembly.groups, self.references, gradients, as_cut=self._as_cut)
             ),
             limits=self._limits(),
             outside_seconds=assembly.outside_seconds(self.outside),
@@ -277,9 +302,17 @@ class Planner:
             for place in (Placement.RECOMPUTE, Placement.DEVICE, Placement.HOST)
         ]
 
-    def _simulated(self, decision: Decision) -> Footprint:
-        """What a step's memory comes to, from its own program."""
-        closed, shardings, donated = self.program.trace(self.assembly.placements(decision))
+    def _simulated(self, decision: Decision, *, together: bool = False) -> Footprint:
+        """A step's memory, from its own program: each group as a segment, or neighbours that are alike `together`."""
+        program, assembly, stacks = self.program, self.assembly, self.program.stacks
+        if program.is_step:
+            pieces = pieces_of(assembly.groups, decision, stacks, together=together)
+            boundaries, rules = boundaries_of(pieces, stacks), rules_of(pieces, stacks, assembly.unneeded())
+            if boundaries != tuple(n for stack in stacks for n in stack.boundaries):
+                program = Program(*program.planned({}, boundaries))
+        else:
+            rules = assembly.placements(decision)
+        closed, shardings, donated = program.trace(rules)
         if self._whole is None:
             fill = expert_fill(closed.jaxpr)
             self._whole = total(closed.jaxpr, devices=self.devices, platform=self.hardware.platform, fill=fill)
@@ -292,6 +325,19 @@ class Planner:
             spread=self.devices > self.hardware.scale_up_devices,
             donated=donated,
         )
+
+    def _needed(self, decision: Decision) -> int | float:
+        """Bytes of device memory under a decision, as simulated; as summed for what only its owner can cut."""
+        if not self._as_cut:
+            return self.problem.evaluate(decision).device_bytes
+        if decision not in self._footprints:
+            self._footprints[decision] = self._simulated(decision, together=True)
+        return self._footprints[decision].device_bytes + self.options.reserved_bytes
+
+    @property
+    def _as_cut(self) -> bool:
+        """Whether steps are simulated cut into the segments that are planned."""
+        return self.program.is_step or self.options.segments is None
 
     @property
     def outside(self) -> Cost:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from .activation import Placement
-from .liveness import Footprint, Moment
+from .liveness import Footprint
 from .problem import Decision, Group, Phase
 
 
@@ -29,26 +29,26 @@ def phases(
     - `as_cut`: whether the groups are the segments of the simulated step, not parts that its stacks are yet to be cut
         into.
     """
-    moments = references[0].footprint.moments
-    if as_cut:
-        return tuple(phase for moment in moments for phase in _of_segment(moment, groups, references))
-    return tuple(phase for moment in moments for phase in _of_moment(moment, groups, references, gradients))
-
-
-def _of_segment(moment: Moment, groups: Sequence[Group], references: Sequence[Reference]) -> list[Phase]:
-    """The phase of a moment of a step that is cut like the groups."""
-    way, _, where = moment.name.partition(" of ")
-    own = next((g for g, group in enumerate(groups) if where and where in (_segment(group), group.name)), None)
-    if own is None:
-        return [_elsewhere(moment, groups, references)]
-    return [_fitted(f"{way} of {groups[own].name}", moment.name, groups, range(own + 1), own, references, 0.0)]
-
-
-def _elsewhere(moment: Moment, groups: Sequence[Group], references: Sequence[Reference]) -> Phase:
-    """The phase of a moment in no group: in the passes everything that is kept is there, in the optimizer nothing."""
-    way = moment.name.partition(" of ")[0]
-    live = range(len(groups)) if way in ("loss", "forward", "backward") else ()
-    return _fitted(moment.name, moment.name, groups, live, None, references, 0.0)
+    found: list[Phase] = []
+    # What waits during the loss to be copied to the host waits during other groups' passes too.
+    waits = _waiting(groups, references)
+    for moment in references[0].footprint.moments:
+        way, _, where = moment.name.partition(" of ")
+        if as_cut:
+            inside = [g for g, group in enumerate(groups) if where and _covers(where, group, _segment(group))][:1]
+        else:
+            inside = [g for g, group in enumerate(groups) if where and _covers(where, group, group.stack)]
+        if not inside:
+            # In the passes everything that is kept is there, in the optimizer nothing.
+            live = range(len(groups)) if way in ("loss", "forward", "backward") else ()
+            found.append(_fitted(moment.name, moment.name, groups, live, None, references, 0.0, 0.0))
+        for g in inside:
+            live = _filled(groups, g) if way == "forward" else range(g + 1)
+            less = 0.0 if as_cut or way != "backward" else _unfilled(groups, g) * gradients.get(groups[g].stack, 0.0)
+            found.append(
+                _fitted(f"{way} of {groups[g].name}", moment.name, groups, live, g, references, less, waits)
+            )
+    return tuple(found)
 
 
 def _segment(group: Group) -> str:
@@ -57,53 +57,60 @@ def _segment(group: Group) -> str:
     return ".".join([group.stack, *first[:2]]) if first[:1] == ["segments"] else group.stack
 
 
-def _of_moment(
-    moment: Moment, groups: Sequence[Group], references: Sequence[Reference], gradients: Mapping[str, float]
-) -> list[Phase]:
-    """The phases of a moment: one, or for a pass over a stack one for each of its groups."""
-    way, _, where = moment.name.partition(" of ")
-    inside = [g for g, group in enumerate(groups) if where and _covers(where, group)]
-    if not inside:
-        return [_elsewhere(moment, groups, references)]
-    out = []
-    for g in inside:
-        # In the simulated step one loop runs all layers of the stack: gradients of all lie there from its start on.
-        early = sum(groups[h].layers for h in inside if h < g) if way == "backward" else 0
-        less = early * gradients.get(groups[g].stack, 0.0)
-        name = f"{way} of {groups[g].name}"
-        out.append(_fitted(name, moment.name, groups, list(range(g + 1)), g, references, less))
-    return out
+def _covers(where: str, group: Group, path: str) -> bool:
+    return where == path or where.startswith(f"{path}.") or where == group.name
 
 
-def _covers(where: str, group: Group) -> bool:
-    return where == group.stack or where.startswith(f"{group.stack}.") or where == group.name
+def _filled(groups: Sequence[Group], own: int) -> list[int]:
+    """The groups whose stacks are there in the forward pass of `own`: equal stacks of all loops are filled at once."""
+    begun = {(group.stack, group.layers) for group in groups[: own + 1]}
+    return [g for g, group in enumerate(groups) if (group.stack, group.layers) in begun]
+
+
+def _unfilled(groups: Sequence[Group], own: int) -> int:
+    """The layers before `own` in its stack whose gradients aren't there yet in its backward pass.
+
+    In a step whose stack is yet to be cut one loop runs all layers: the gradients of all lie there from its start on.
+    """
+    begun = {group.layers for group in groups[own:] if group.stack == groups[own].stack}
+    before = (group for group in groups[:own] if group.stack == groups[own].stack)
+    return sum(group.layers for group in before if group.layers not in begun)
+
+
+def _waiting(groups: Sequence[Group], references: Sequence[Reference]) -> float:
+    """How much of what one layer of each group moves is on the device between its passes: a share."""
+    if not any(moment.name == "loss" for moment in references[0].footprint.moments):
+        return 0.0
+    loss = _fitted("loss", "loss", groups, range(len(groups)), None, references, 0.0, 0.0)
+    sizes = [sum(item.bytes for item in group.items if Placement.HOST in item.placements) for group in groups]
+    return min(sum(map(sum, loss.host)) / sum(sizes), 1.0) if sum(sizes) else 0.0
 
 
 def _fitted(
     name: str, moment: str, groups: Sequence[Group], live: Sequence[int], own: int | None,
-    references: Sequence[Reference], less: int | float,
+    references: Sequence[Reference], less: int | float, waits: float,
 ) -> Phase:  # fmt: skip
     tables = {
         Placement.DEVICE: _table(groups, lambda g: float(groups[g].layers) if g in live else 0.0),
         # One layer's is on its way while the next one's is computed, and two are there when it comes back.
-        Placement.HOST: _table(groups, lambda g: 1.0 if g == own else 0.0),
+        Placement.HOST: _table(groups, lambda g: 1.0 if g == own else waits if own is not None and g < own else 0.0),
         Placement.RECOMPUTE: _table(groups, lambda g: 0.0),
     }
     base = references[0]
     fixed = _bytes(base.footprint, moment) - _sum(tables, base.decision)
-    whole = range(len(groups))
+    # All layers' stacks of one kind are alike: what is left is one layer's, in the block at work.
+    spread = live if own is None else [own]
     for other in references[1:]:
         found = _bytes(other.footprint, moment)
         changed = [
-            (g, i) for g in whole for i, place in enumerate(other.decision[g])
-            if place is not base.decision[g][i] and (g in live if place is Placement.DEVICE else g == own)
+            (g, i) for g in range(len(groups)) for i, place in enumerate(other.decision[g])
+            if place is not base.decision[g][i] and g in (live if place is Placement.DEVICE else spread)
         ]  # fmt: skip
         kinds = {other.decision[g][i] for g, i in changed}
         size = sum(groups[g].items[i].bytes for g, i in changed)
         if len(kinds) != 1 or not size:
             continue
         (kind,) = kinds
-        # All layers' stacks of one kind are alike: what is left is one layer's, in the block at work.
         rest = found - fixed - _sum(tables, other.decision)
         for g, i in changed:
             row = tables[kind][g]

@@ -11,6 +11,7 @@ from overspill import zoo
 from overspill.policies import census, check, place, plan
 from overspill.policies.activation import Placement, annotations
 from overspill.policies.costs import Cost, expert_fill, total
+from overspill.policies.liveness import footprint
 from overspill.policies.machines import hardware
 from overspill.policies.planner import Options, Planner
 from overspill.policies.problem import recomputed
@@ -140,6 +141,21 @@ def test_a_plan_is_what_the_planned_step_does(which):
         status = found.statuses[path]
         assert status == {"recompute": "recomputed"}.get(where.value, where.value) or "same value" in status, path
     assert set(made.rules) == {row.path for row in annotations(step.annotated)}
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_a_plans_memory_is_what_its_own_step_is_simulated_to_need(segments):
+    asked = program(LLAMA)
+    whole = Planner(Options(hardware("h100"), segments=segments), asked)
+    sizes = [reference.footprint.device_bytes for reference in whole.references]
+    limit = min(sizes) + 0.3 * (max(sizes) - min(sizes))
+    made = whole.limited(device_bytes=limit).plan()
+    step, state, batch = applied(asked, made)
+    closed, shardings, donated = Program(step, (state, batch), {}).trace({})
+    found = footprint(closed, shardings, platform="cuda", donated=donated)
+    assert made.footprint == found
+    assert made.device_bytes == pytest.approx(found.device_bytes, abs=1)  # rounded
+    assert made.device_bytes <= limit
 
 
 def test_a_plan_refuses_a_model_that_is_cut_otherwise():

@@ -1,7 +1,8 @@
 """Which results of a program are in memory, and from where to where.
 
 What the compilers do beyond the order of the program is told here: XLA for GPUs has a latency-hiding scheduler, which
-puts collectives and matrix products where their results are needed, and fills and fetches early.
+puts collectives and matrix products where their results are needed, and fills and fetches early; for what XLA for TPUs
+does see `tpu_schedule`.
 """
 
 import collections
@@ -196,8 +197,12 @@ def _waits(op: Op, made: set[int]) -> bool:
 
 
 def _waits_on_tpu(op: Op, moves: bool) -> bool:
-    """As `_waits`. `moves`: whether a loop's steps read what waits on the host. XLA for TPUs then has its first step
-    before it, which a collective runs beside.
+    """As `_waits`. `moves`: whether a loop's steps read what waits on the host.
+
+    XLA for TPUs then has its first step before it, which a collective runs beside, and leaves the gradients of single
+    layers until after it. Otherwise it sums gradients at once but for those that a loop leaves, such as a head's: so
+    they lie in the depth-first order of a program. (It takes one of two orders, by the memory that it expects: the
+    other one, seldom taken, sums them at once too.)
     """
     if recomputed(op) or (op.kind == "fused" and is_fill(op)):
         return True

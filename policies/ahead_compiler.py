@@ -80,8 +80,7 @@ def scratch(said: str) -> int | None:
     """Bytes of scratch by what a TPU's compiler said: its heap, and what kernels take beside it; None if it didn't.
 
     They and the program's code are what it adds to the arguments to see whether a program fits. Its memory analysis has
-    another figure: `temp_size_in_bytes` counts the heap's gaps twice, and `peak_memory_in_bytes` not at all, but the
-    host's memory with the device's.
+    other figures: `temp_size_in_bytes` counts the heap's gaps twice, and `peak_memory_in_bytes` not at all.
     """
     found = _REQUIREMENT.search(said)
     sizes = re.findall(r"^ +(?:scoped|HLO temp) +([\d.]+)([BKMGT])", found[0], re.MULTILINE) if found else []

@@ -96,7 +96,7 @@ def plan(
         out what the causal mask hides.
 
     Without `calibrate` device memory is simulated from the program alone, the plan's own at last, each time in seconds
-    at most: mostly within 5 % of what the compiler says on GPUs, and within 30 % on TPUs. Host memory for activations
+    at most: mostly within 5 % of what the compiler says on GPUs, and within 10 % on TPUs. Host memory for activations
     is exact.
 
     Raises `Infeasible`, a ValueError, when nothing fits: it says by how much. ValueError for other arguments that can't

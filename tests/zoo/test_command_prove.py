@@ -392,3 +392,13 @@ def test_a_family_compiled_for_gpus(tmp_path, monkeypatch):
     # The moments are arguments on the host in both; the rest is what is offloaded.
     assert moved["host_bytes"] - saved["host_bytes"] <= moved["proof"]["host_bytes"]
     assert saved["host_bytes"] > 0
+
+
+def test_a_loop_over_micro_batches_is_compiled_once(gpu):
+    """Experts' gradients are summed in it: where XLA pipelines such sums, the loop is there four times."""
+    placed = ("recompute_all,moe_layers*.block_input=host",)
+    options = Options(DEEPSEEK, gpu, mesh="fsdp=2", batch_size=8, sequence_length=64, accumulate=2, placements=placed)
+    outcome = prepare(options).examine(*placed)
+    assert outcome.error is None and not outcome.proof.faults
+    (buffer,) = outcome.proof.compiled.evidence.host_buffers
+    assert buffer.shape == (3, 2, 64, 128) and buffer.count == 1

@@ -15,7 +15,6 @@ from .jaxprs import subjaxprs
 from .kernels import transposed, write_exponentials, writes_exponentials
 from .local_sizes import cuts_of, local_bytes, spec_cuts, typed_cuts, whole
 from .operations import (
-    SCATTERS,
     Loop,
     Op,
     branch_of,
@@ -26,7 +25,6 @@ from .operations import (
     origin,
     platform_index,
     recut,
-    scatters,
 )
 
 _CALLS = {"pjit", "jit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint", "custom_jvp_call",
@@ -212,36 +210,6 @@ class Buffers:
         ahead = self.platform != "tpu" and free and length > 1
         # What goes to the host is copied while the next step computes: then too the first step goes before the loop.
         loop.first = ahead and any(op.host for op in stacked)
-        if ahead and stacked and scatters(body):
-            loop.first = True
-            # XLA for GPUs runs the sum of a step's gradients over devices beside the next step's work. For that the
-            # first step goes before the loop, and what is to be summed is carried along.
-            first = [
-                self._op("fused", aval, x.cuts[1:], (x,), "slice", stack) for x, aval in zip(xs, slices, strict=True)
-            ]
-            mark = len(self.ops)
-            outs = self._run(body, self._consts(body), [*consts, *begun, *first], stack)
-            for op in self.ops[mark:]:
-                op.step_of = loop
-            unsummed = [op for op in self.ops[mark:] if op.name in SCATTERS]
-            for op in unsummed:
-                source = op.inputs[0]
-                self._op("need", source.aval, source.cuts, (source,))
-            begun = [
-                self._op("carry", op.aval, c, (out,), "carry", stack)
-                for op, out, c in zip(carries, outs, cuts, strict=False)
-            ]
-            begun_all = [
-                *begun,
-                *(
-                    self._op("carry", op.inputs[0].aval, op.inputs[0].cuts, (op.inputs[0],), "carry", stack)
-                    for op in unsummed
-                ),
-            ]
-            for op in begun_all:
-                op.loop = loop
-        else:
-            begun_all = begun
         loop.begin = len(self.ops)
         outside, self._loops = self._loops, (*self._loops, loop)
         pieces = [self._op("fused", aval, x.cuts[1:], (x,), "slice", stack) for x, aval in zip(xs, slices, strict=True)]
@@ -251,8 +219,6 @@ class Buffers:
             if target.kind == "stack":
                 target.cuts, target.label = (1, *out.cuts), label_of(out)
                 target.bytes = local_bytes(target.aval, target.cuts)
-        for target in begun_all[len(begun) :]:
-            self._op("yield", None, ()).target = target
         loop.end = len(self.ops)
         self._loops = outside
         self._op("need", None, ())  # so that what ends with the loop ends inside it

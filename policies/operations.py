@@ -39,7 +39,7 @@ class Op:
     partial: bool = False  # of a product: each device has only a part of the sum
     apart: bool = False  # of a reduction: in a kernel of its own, not in its readers'
     outside: bool = False  # of a loop's last step, after the loop
-    step_of: "Loop | None" = None  # the loop whose first or last step, outside of it, this belongs to
+    step_of: "Loop | None" = None  # the loop whose last step, outside of it, this belongs to
     cuts: Cuts = ()
     aval: Any = None
 
@@ -68,17 +68,6 @@ class Loop:
     kept: set[str] = dataclasses.field(default_factory=set)  # names of what its steps read of an earlier loop's
     stack: str = ""
     first: bool = False  # whether its first step goes before it, and what that leaves begins the stacks
-
-
-def scatters(body: Any) -> bool:
-    """Whether a loop's step sums what it computed over devices, each keeping a part, outside loops of its own."""
-    for eqn in body.eqns:
-        name = eqn.primitive.name
-        if name in SCATTERS:
-            return True
-        if name not in ("scan", "while") and any(map(scatters, subjaxprs(eqn))):
-            return True
-    return False
 
 
 def holds_layers(body: Any) -> bool:

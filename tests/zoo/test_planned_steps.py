@@ -170,7 +170,7 @@ def test_a_plan_refuses_a_model_that_is_cut_otherwise():
 
 
 def test_more_memory_is_never_slower(planners):
-    planned = planners("deepseek")
+    planned = planners("llama")
     sizes = [r.footprint.device_bytes for r in planned.references]
     low, high, before = min(sizes), max(sizes), float("inf")
     for share in (0.05, 0.2, 0.4, 0.7, 1.0):

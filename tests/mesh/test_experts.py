@@ -84,6 +84,29 @@ def over(mesh):
     return jax.set_mesh(mesh) if explicit else contextlib.nullcontext()
 
 
+def check_same_as_on_one_device(make_mesh, mesh, rules, kind, change=lambda layer: layer):
+    """Holds a layer over a mesh, changed perhaps, against one device. Gives its compiled text and its layout."""
+    # Half of them over each kind of axes.
+    mesh = make_mesh(mesh, AxisType.Explicit if kind == "gpt-oss" else AxisType.Auto)
+    place = layout(mesh, rules)
+    x = jax.device_put(X, place.sharding("batch sequence _"))
+    with over(mesh):
+        program, arguments = compiled(change(shard(make(kind), place)), place, x, MASK if kind == "gpt-oss" else None)
+        (_, (y, balance, load, chosen)), grads = program(*arguments)
+    (_, (want_y, want_balance, want_load, want_chosen)), want_grads = expected(kind)
+    np.testing.assert_array_equal(chosen, want_chosen)
+    np.testing.assert_array_equal(load, want_load)
+    assert load.dtype == jnp.float32 and load.sharding.is_fully_replicated
+    close(balance, want_balance)
+    close(y, want_y)
+    all_close(grads, want_grads)
+    experts = grads[0].experts
+    for name, declared in experts.axes.items():
+        grad = getattr(experts, name)
+        assert grad is None or grad.sharding.is_equivalent_to(place.sharding(declared), grad.ndim)
+    return program.as_text(), place
+
+
 @pytest.mark.parametrize(
     "mesh, rules, kind",
     [
@@ -98,25 +121,8 @@ def over(mesh):
     ],
 )
 def test_same_as_on_one_device(make_mesh, mesh, rules, kind):
-    # Half of them over each kind of axes.
-    mesh = make_mesh(mesh, AxisType.Explicit if kind == "gpt-oss" else AxisType.Auto)
-    place = layout(mesh, rules)
-    x = jax.device_put(X, place.sharding("batch sequence _"))
-    with over(mesh):
-        program, arguments = compiled(shard(make(kind), place), place, x, MASK if kind == "gpt-oss" else None)
-        (_, (y, balance, load, chosen)), grads = program(*arguments)
-    (_, (want_y, want_balance, want_load, want_chosen)), want_grads = expected(kind)
-    np.testing.assert_array_equal(chosen, want_chosen)
-    np.testing.assert_array_equal(load, want_load)
-    assert load.dtype == jnp.float32 and load.sharding.is_fully_replicated
-    close(balance, want_balance)
-    close(y, want_y)
-    all_close(grads, want_grads)
-    experts = grads[0].experts
-    for name, declared in experts.axes.items():
-        grad = getattr(experts, name)
-        assert grad is None or grad.sharding.is_equivalent_to(place.sharding(declared), grad.ndim)
-    check_collectives(program.as_text(), place)
+    text, place = check_same_as_on_one_device(make_mesh, mesh, rules, kind)
+    check_collectives(text, place)
 
 
 def check_collectives(text, place):
@@ -180,12 +186,8 @@ def ragged_all_to_all(x, out, input_offsets, send_sizes, output_offsets, recv_si
     return out
 
 
-@pytest.mark.parametrize("backend", ["padded", "ragged"])
-@pytest.mark.parametrize(
-    "mesh, rules", [("expert=8", None), ("data=2,expert=4", None), ("data=2,expert=4", COPIED),
-                    ("data=2,expert=2,tensor=2", TWISTED)],
-)  # fmt: skip
-def test_any_load_token_by_token(make_mesh, monkeypatch, mesh, rules, backend):
+def check_any_load(make_mesh, monkeypatch, mesh, rules, backend, through):
+    """Holds `through(grid, experts, x, indices, weights, mask)`, a result and a load, against NumPy for every load."""
     if backend == "ragged":
         if rules is COPIED:
             pytest.skip("nothing travels")
@@ -197,16 +199,14 @@ def test_any_load_token_by_token(make_mesh, monkeypatch, mesh, rules, backend):
 
     @jax.jit
     def run(experts, x, indices, weights, mask):
-        plan = exchange.assign(grid, indices, EXPERTS, token_mask=mask)
-
         def layer(x, weights, gate, up, down):
             e = eqx.tree_at(lambda e: (e.gate_weight, e.up_weight, e.down_weight), experts, (gate, up, down))
             with axes.use(place):
-                rows = exchange.dispatch(x, plan)
-                return exchange.combine(e(rows, plan.group_sizes, grid), weights, plan)
+                return through(grid, e, x, indices, weights, mask)
 
-        y, pull = jax.vjp(layer, x, weights, experts.gate_weight, experts.up_weight, experts.down_weight)
-        return y, pull(jnp.asarray(COTANGENT)), plan.load
+        parameters = experts.gate_weight, experts.up_weight, experts.down_weight
+        y, pull, load = jax.vjp(layer, x, weights, *parameters, has_aux=True)
+        return y, pull(jnp.asarray(COTANGENT)), load
 
     for load in LOADS if backend == "padded" else ("uneven", "all on one device"):
         indices, weights = routed(load)
@@ -217,6 +217,19 @@ def test_any_load_token_by_token(make_mesh, monkeypatch, mesh, rules, backend):
         np.testing.assert_array_equal(count, np.bincount(indices[MASK].ravel(), minlength=EXPERTS))
         for grad in grads[2:]:
             assert np.all(np.asarray(grad)[np.asarray(count) == 0] == 0)
+
+
+@pytest.mark.parametrize("backend", ["padded", "ragged"])
+@pytest.mark.parametrize(
+    "mesh, rules", [("expert=8", None), ("data=2,expert=4", None), ("data=2,expert=4", COPIED),
+                    ("data=2,expert=2,tensor=2", TWISTED)],
+)  # fmt: skip
+def test_any_load_token_by_token(make_mesh, monkeypatch, mesh, rules, backend):
+    def through(grid, experts, x, indices, weights, mask):
+        plan = exchange.assign(grid, indices, EXPERTS, token_mask=mask)
+        return exchange.combine(experts(exchange.dispatch(x, plan), plan.group_sizes, grid), weights, plan), plan.load
+
+    check_any_load(make_mesh, monkeypatch, mesh, rules, backend, through)
 
 
 def test_bfloat16_rounds_as_on_one_device(make_mesh):

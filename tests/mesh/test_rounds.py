@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from overspill import policies
 from overspill.layers import in_rounds
@@ -22,22 +21,16 @@ from .test_experts import (
     BATCH,
     COPIED,
     COTANGENT,
-    EXPERTS,
     FEATURES,
-    LOADS,
     MASK,
     SEQUENCE,
     TOP_K,
     TWISTED,
     X,
     all_close,
-    by_hand,
-    close,
-    compiled,
-    expected,
+    check_any_load,
+    check_same_as_on_one_device,
     make,
-    over,
-    ragged_all_to_all,
     routed,
 )  # fmt: skip
 
@@ -56,25 +49,8 @@ from .test_experts import (
     ],
 )
 def test_same_as_on_one_device(make_mesh, mesh, rules, kind, rounds):
-    mesh = make_mesh(mesh, AxisType.Explicit if kind == "gpt-oss" else AxisType.Auto)
-    place = layout(mesh, rules)
-    x = jax.device_put(X, place.sharding("batch sequence _"))
-    layer = in_rounds(shard(make(kind), place), rounds)
-    with over(mesh):
-        program, arguments = compiled(layer, place, x, MASK if kind == "gpt-oss" else None)
-        (_, (y, balance, load, chosen)), grads = program(*arguments)
-    (_, (want_y, want_balance, want_load, want_chosen)), want_grads = expected(kind)
-    np.testing.assert_array_equal(chosen, want_chosen)
-    np.testing.assert_array_equal(load, want_load)
-    assert load.dtype == jnp.float32 and load.sharding.is_fully_replicated
-    close(balance, want_balance)
-    close(y, want_y)
-    all_close(grads, jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(want_grads)))
-    experts = grads[0].experts
-    for name, declared in experts.axes.items():
-        grad = getattr(experts, name)
-        assert grad is None or grad.sharding.is_equivalent_to(place.sharding(declared), grad.ndim)
-    largest = max(int(n) for n in re.findall(rf"= f32\[(\d+),{FEATURES}\]", program.as_text()))
+    text, place = check_same_as_on_one_device(make_mesh, mesh, rules, kind, lambda layer: in_rounds(layer, rounds))
+    largest = max(int(n) for n in re.findall(rf"= f32\[(\d+),{FEATURES}\]", text))
     assert largest < BATCH * SEQUENCE * TOP_K or rounds < 4 or not Grid(place).traded, "a buffer for all rows at once"
 
 
@@ -83,35 +59,10 @@ def test_same_as_on_one_device(make_mesh, mesh, rules, kind, rounds):
     "mesh, rules", [("expert=8", None), ("data=2,expert=4", COPIED), ("data=2,expert=2,tensor=2", TWISTED)]
 )
 def test_any_load_token_by_token(make_mesh, monkeypatch, mesh, rules, backend):
-    if backend == "ragged":
-        if rules is COPIED:
-            pytest.skip("nothing travels")
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **others: default(*args))
-        monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    place = layout(make_mesh(mesh), rules)
-    grid, experts = Grid(place), make("deepseek").experts
+    def through(grid, experts, x, indices, weights, mask):
+        return exchanged_in_rounds(grid, 5, experts, x, indices, weights, token_mask=mask)
 
-    @jax.jit
-    def run(experts, x, indices, weights, mask):
-        def layer(x, weights, gate, up, down):
-            e = eqx.tree_at(lambda e: (e.gate_weight, e.up_weight, e.down_weight), experts, (gate, up, down))
-            with axes.use(place):
-                return exchanged_in_rounds(grid, 5, e, x, indices, weights, token_mask=mask)
-
-        y, pull, load = jax.vjp(
-            layer, x, weights, experts.gate_weight, experts.up_weight, experts.down_weight, has_aux=True
-        )
-        return y, pull(jnp.asarray(COTANGENT)), load
-
-    for load in LOADS if backend == "padded" else ("uneven", "all on one device"):
-        indices, weights = routed(load)
-        y, grads, count = run(shard(experts, place), X, indices, weights, MASK)
-        want, want_grads = by_hand(experts, X, indices, weights, MASK, COTANGENT)
-        close(y, want)
-        all_close(grads, want_grads)
-        np.testing.assert_array_equal(count, np.bincount(indices[MASK].ravel(), minlength=EXPERTS))
-        for grad in grads[2:]:
-            assert np.all(np.asarray(grad)[np.asarray(count) == 0] == 0)
+    check_any_load(make_mesh, monkeypatch, mesh, rules, backend, through)
 
 
 def exchanges(text):

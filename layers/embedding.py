@@ -78,17 +78,28 @@ class Embedding(eqx.Module):
         return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
 
 
-# Over a mesh, each device looks up its tokens among the rows that it has. Left to the compiler, the derivative would
-# gather the tokens of all devices to add up their gradients.
+# Over a mesh, each device looks up tokens among the part of the weight that it stores. Where that is a part of the
+# features, it does so for all devices that have the other parts, and sends each its tokens' share: what travels is as
+# large as the tokens' features, and the table is whole nowhere, nor is its gradient. Left to the compiler, the
+# derivative would gather the features of all devices' tokens.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows_over(cuts: Cuts, weight: Array, tokens: Array) -> Array:
     vocab = weight.shape[0]
 
     def local(weight: Array, tokens: Array) -> Array:
-        rows = weight.at[tokens - cuts.first(weight)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        asked = _all_tokens(cuts, tokens) - cuts.first(weight)
+        rows = weight.at[asked].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        if cuts.scatter:
+            rows = jax.lax.all_to_all(rows, cuts.scatter, 0, rows.ndim - 1, tiled=True)
+        rows = rows.reshape(*tokens.shape, -1)
         return jnp.where(((tokens >= 0) & (tokens < vocab))[..., None], cuts.sum_vocab(rows), jnp.nan)
 
-    return cuts.run(local, weight, tokens, takes=(cuts.weight, cuts.tokens), gives=cuts.tokens)
+    return cuts.run(local, weight, tokens, takes=(cuts.gradient, cuts.tokens), gives=cuts.tokens)
+
+
+def _all_tokens(cuts: Cuts, tokens: Array) -> Array:
+    """Tokens [devices, batch, sequence] of those that have other features of the same part of the vocabulary."""
+    return jax.lax.all_gather(tokens, cuts.scatter) if cuts.scatter else tokens[None]
 
 
 def _rows_over_forward(cuts: Cuts, weight: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -97,14 +108,17 @@ def _rows_over_forward(cuts: Cuts, weight: Array, tokens: Array) -> tuple[Array,
 
 def _rows_over_backward(cuts: Cuts, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
     weight, tokens = kept
-    parts = cuts.layout.size(cuts.vocab)
+    shape = weight.shape[0] // cuts.layout.size(cuts.vocab), weight.shape[1] // cuts.layout.size(cuts.scatter)
+    rest = tuple(axis for axis in cuts.batch + cuts.sequence if axis not in cuts.scatter)
 
     def local(tokens: Array, gradient: Array) -> Array:
         # Summed in float32: a frequent token's gradient would stop growing in bfloat16.
-        zeros = jnp.zeros((weight.shape[0] // parts, weight.shape[1]), jnp.float32)
-        rows = tokens - cuts.first(zeros)
+        zeros, gradient = jnp.zeros(shape, jnp.float32), gradient[None]
+        if cuts.scatter:
+            gradient = jax.lax.all_to_all(gradient, cuts.scatter, gradient.ndim - 1, 0, tiled=True)
+        rows = _all_tokens(cuts, tokens) - cuts.first(zeros)
         added = zeros.at[rows].add(gradient.astype(jnp.float32), mode="drop", wrap_negative_indices=False)
-        return cuts.sum_gradient(added).astype(weight.dtype)
+        return (jax.lax.psum(added, rest) if rest else added).astype(weight.dtype)
 
     summed = cuts.run(local, tokens, gradient, takes=(cuts.tokens, cuts.tokens), gives=cuts.gradient)
     return constrain(summed, "vocab embed"), None

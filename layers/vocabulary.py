@@ -31,7 +31,7 @@ class Cuts(NamedTuple):
 
     @property
     def gradient(self) -> PartitionSpec:
-        """Of what `sum_gradient` gives."""
+        """Of what `sum_gradient` gives, and of a weight whose features stay in parts."""
         return PartitionSpec(self.vocab or None, self.scatter or None)
 
     def run(self, function: Callable[..., Any], *args: Array, takes: Any, gives: Any) -> Any:

@@ -239,6 +239,19 @@ def test_a_token_outside_the_vocabulary_gives_nan_over_a_mesh(make_mesh):
     np.testing.assert_array_equal(rows[0, 3:], np.asarray(module(TOKENS))[0, 3:])
 
 
+def test_the_table_is_whole_nowhere(make_mesh):
+    place = layout(make_mesh("fsdp=4,tensor=2"))
+    module = shard(layers.Embedding(VOCAB, SIZE, key=KEY), place)
+
+    def loss(module):
+        with axes.use(place):
+            return jnp.sum(module(TOKENS) ** 2)
+
+    program = jax.jit(jax.grad(loss)).lower(module).compile().as_text()
+    assert f"[{VOCAB // 2},{SIZE // 4}]" in program
+    assert f"[{VOCAB},{SIZE}]" not in program and f"[{VOCAB // 2},{SIZE}]" not in program
+
+
 def test_a_frequent_token_gets_its_whole_gradient_in_bfloat16(make_mesh):
     module = layers.Embedding(VOCAB, SIZE, dtype=jnp.bfloat16, key=KEY)
     place = layout(make_mesh("data=2,tensor=4"))

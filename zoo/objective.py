@@ -62,16 +62,28 @@ class Objective:
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
             where = path_string(path)
-            # Routing decisions hang on small differences between logits.
-            keep = self.compute_dtype is None or where in buffers or "router" in where.split(".")
-            dtype = leaf.dtype if keep else self.compute_dtype
             value = buffers[where] if where in buffers else params[where]
-            if on_host(value) and where.startswith(self._stacks):
-                return Resident(value, dtype)
+            if self._stays_on_host(where, value):
+                return Resident(value, leaf.dtype if where in buffers else self._dtypes[where])
             value = fetch(value)
-            return value if where in buffers else value.astype(dtype)
+            return value if where in buffers else value.astype(self._dtypes[where])
 
         return named(jax.tree_util.tree_map_with_path(fill, self.model))
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[str, Any]:
+        """What each of the model's arrays is computed with, by path."""
+
+        def dtype(where: str, leaf: Any) -> Any:
+            # Routing decisions hang on small differences between logits.
+            keep = self.compute_dtype is None or "router" in where.split(".")
+            return leaf.dtype if keep else self.compute_dtype
+
+        flat = [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(self.model)]
+        return {where: dtype(where, leaf) for where, leaf in flat if isinstance(leaf, jax.ShapeDtypeStruct)}
+
+    def _stays_on_host(self, where: str, value: Any) -> bool:
+        return on_host(value) and where.startswith(self._stacks)
 
     def _parts(self, params: dict, buffers: dict, batch: Batch, counts: Any) -> tuple[Array, Sums]:
         """What a micro-batch adds to the loss of a batch with these counts (None: this is all of it)."""
@@ -99,26 +111,33 @@ class Objective:
         Raises ValueError for micro-batches of a model that doesn't say what they are divided by.
         """
 
-        def gradient(part: Batch, counts: Any) -> tuple[dict[str, Array], Sums]:
+        def gradient(params: dict, part: Batch, counts: Any) -> tuple[dict[str, Array], Sums]:
             found, sums = jax.grad(self._parts, has_aux=True)(params, buffers, part, counts)
             return {path: constrain(leaf, self._axes.get(path)) for path, leaf in fetch(found).items()}, sums
 
         if self.accumulate == 1:
-            return gradient(batch, None)
+            return gradient(params, batch, None)
         if not hasattr(self.model, "counts"):
             raise ValueError(
                 f"accumulate={self.accumulate} needs a model with `counts`, which {type(self.model).__name__} lacks"
             )
+        # Rounded once: inside of the loop XLA would turn each stack's float32 into the order that it gathers it in, and
+        # hold that all along.
+        params = {
+            path: value if self._stays_on_host(path, value) else fetch(value).astype(self._dtypes[path])
+            for path, value in params.items()
+        }
         # Counted first, so that a token weighs the same in whichever micro-batch it is.
         counts = self.assemble(params, buffers).counts(batch, mtp=self.mtp_weight > 0)
 
         def add(carry: tuple, part: Batch) -> tuple[tuple, None]:
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, gradient(part, counts)), None
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, gradient(params, part, counts)), None
 
         micro = jax.tree.map(lambda x: _split(x, self.accumulate, batch.tokens.shape[0]), batch)
-        shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], micro), counts)
-        zeros, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-        zeros = {path: constrain(leaf, self._axes.get(path)) for path, leaf in zeros.items()}
+        _, sums = jax.eval_shape(self._parts, params, buffers, jax.tree.map(lambda x: x[0], micro), counts)
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sums)
+        zeros = {path: jnp.zeros(value.shape, jnp.float32) for path, value in params.items()}
+        zeros = {path: constrain(zero, self._axes.get(path)) for path, zero in zeros.items()}
         return jax.lax.scan(add, (zeros, sums), micro)[0]
 
 

@@ -157,6 +157,18 @@ def test_micro_batches(family, parts=4):
     assert_same(run(family, accumulate=parts, batch=batch), run(family, batch=batch))
 
 
+def test_micro_batches_share_parameters_that_are_rounded_once():
+    """Rounded for each anew, they would be kept in float32 a second time, in the order in which XLA gathers them."""
+    model = zoo.abstract(CONFIGS["llama"], dtype=jnp.bfloat16)
+    state = zoo.init_state(model, optax.sgd(1e-3), key=jax.random.key(0), master_dtype=jnp.float32)
+    closed = zoo.make_train_step(model, optax.sgd(1e-3), accumulate=4).trace(state, random_batch())
+    (loop,) = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan" and eqn.params["length"] == 4]
+    read = [v.aval for v in loop.invars[: loop.params["num_consts"]]]
+    weights = {value.shape for value in state.params.values() if value.ndim > 1}
+    dtypes = [x.dtype for x in read if x.shape in weights]
+    assert len(dtypes) >= len(weights) and set(dtypes) == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_a_batch_without_any_target():
     batch = random_batch()._replace(targets=np.full((ROWS, LENGTH), -100, np.int32))
     for options in ({}, {"accumulate": 4}):

@@ -168,13 +168,20 @@ def rows_times_experts(x, weight, group_sizes, *, transpose: bool):
     """x[i] @ weight[e].T, or x[i] @ weight[e] if `transpose`, for each row i of each group e."""
     if x.shape[0] == 0:
         return jnp.zeros((0, weight.shape[2 if transpose else 1]), x.dtype)
+    return _rows_times_experts(transpose, WINDOWS, x, weight, group_sizes)
+
+
+# A step holds dozens of equal products: they are traced once.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _rows_times_experts(transpose: bool, widths: tuple[int, int], x, weight, group_sizes):
+    on_gpu = functools.partial(_rows_times_experts_windows, transpose=transpose, widths=GPU_WINDOWS)
     return lax.platform_dependent(
         x,
         weight,
         group_sizes,
-        cpu=functools.partial(_rows_times_experts_windows, transpose=transpose),
-        cuda=functools.partial(_rows_times_experts_windows, transpose=transpose, widths=GPU_WINDOWS),
-        rocm=functools.partial(_rows_times_experts_windows, transpose=transpose, widths=GPU_WINDOWS),
+        cpu=functools.partial(_rows_times_experts_windows, transpose=transpose, widths=widths),
+        cuda=on_gpu,
+        rocm=on_gpu,
         default=functools.partial(_rows_times_experts_ragged, transpose=transpose),
     )
 
@@ -183,20 +190,25 @@ def rows_times_rows(left, right, group_sizes):
     """Per group e the sum of outer products left[i] right[i]^T of its rows: [experts, out, features], float32."""
     if left.shape[0] == 0:
         return jnp.zeros((group_sizes.shape[0], left.shape[1], right.shape[1]), jnp.float32)
+    return _rows_times_rows(WINDOWS, left, right, group_sizes)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _rows_times_rows(widths: tuple[int, int], left, right, group_sizes):
     on_gpu = functools.partial(_rows_times_rows_windows, widths=GPU_WINDOWS)
     return lax.platform_dependent(
         left,
         right,
         group_sizes,
-        cpu=_rows_times_rows_windows,
+        cpu=functools.partial(_rows_times_rows_windows, widths=widths),
         cuda=on_gpu,
         rocm=on_gpu,
         default=_rows_times_rows_ragged,
     )
 
 
-def _window_sizes(rows: int, experts: int, widths: tuple[int, int] | None = None) -> tuple[int, ...]:
-    wide, narrow = widths or WINDOWS
+def _window_sizes(rows: int, experts: int, widths: tuple[int, int]) -> tuple[int, ...]:
+    wide, narrow = widths
     mean = 1 << (-(-rows // experts) - 1).bit_length()
     # A window can't be longer than the array it slices.
     return tuple(dict.fromkeys(min(window, rows) for window in (wide, min(narrow, max(mean, NARROWEST)))))
@@ -209,7 +221,7 @@ def _window(start, end, size: int, rows: int):
     return at, ((row >= start) & (row < end))[:, None]
 
 
-def _rows_times_experts_windows(x, weight, group_sizes, *, transpose: bool, widths=None):
+def _rows_times_experts_windows(x, weight, group_sizes, *, transpose: bool, widths: tuple[int, int]):
     if x.shape[0] <= weight.shape[0]:
         return _rows_times_experts_copies(x, weight, group_sizes, transpose=transpose)
     rows, sizes = x.shape[0], _window_sizes(x.shape[0], weight.shape[0], widths)
@@ -252,7 +264,7 @@ def _rows_times_experts_copies(x, weight, group_sizes, *, transpose: bool):
     return jnp.where((expert < weight.shape[0])[:, None], product, 0)
 
 
-def _rows_times_rows_windows(left, right, group_sizes, widths=None):
+def _rows_times_rows_windows(left, right, group_sizes, *, widths: tuple[int, int]):
     rows, sizes = left.shape[0], _window_sizes(left.shape[0], group_sizes.shape[0], widths)
     group_sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(group_sizes)

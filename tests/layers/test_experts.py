@@ -97,7 +97,7 @@ def test_no_more_rows_than_experts(used, dtype):
     (4096, 16, (256, 64)), (700, 8, (256, 64)), (256, 24, (256, 16)), (32, 24, (32, 8)), (40, 1, (40,)), (3, 2, (3,)),
 ])  # fmt: skip
 def test_small_groups_have_narrow_windows(rows, experts, sizes):
-    assert module._window_sizes(rows, experts) == sizes
+    assert module._window_sizes(rows, experts, module.WINDOWS) == sizes
     arguments = problem(np.random.default_rng(1).multinomial(rows, np.ones(experts) / experts), rows=rows)
     for got, expected in zip(jax.jit(value_and_gradients)(*arguments), reference(*arguments), strict=True):
         close(got, expected, 1e-6)

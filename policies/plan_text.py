@@ -104,8 +104,9 @@ def summary(plan: "Plan") -> tuple[Table, Table]:
         rows.append(("tokens", f"{plan.tokens_per_second:,.0f} tokens/s", f"{plan.tokens:,} a step, on all devices"))
     limit, name = host_limit(plan.problem)
     host = "the limit is the host's " + name if math.isfinite(limit) else ""
+    fullest = f"fullest in {outcome.phase}; {_known(plan)}"
     rows += [
-        ("device memory", _of(outcome.device_bytes, limits.device_bytes), f"fullest in {outcome.phase}"),
+        ("device memory", _of(outcome.device_bytes, limits.device_bytes), fullest),
         ("host memory", _of(outcome.host_bytes, limit), host),
     ]
     rows += [
@@ -133,6 +134,13 @@ def summary(plan: "Plan") -> tuple[Table, Table]:
     columns = ("layers", *map(_WORDS.__getitem__, kinds))
     placed = Explanation(columns, pieces, title="Activations", footer=code(plan), wrapped=1)
     return Table(("of a step", "", ""), rows, title=title), placed
+
+
+def _known(plan: "Plan") -> str:
+    """Where device memory is known from."""
+    if not plan.calibrated:
+        return "simulated"
+    return f"the compiler says so (simulated: {format_bytes(plan.simulated_bytes)})"
 
 
 def _binding_note(plan: "Plan") -> str:

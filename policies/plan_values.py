@@ -235,6 +235,8 @@ def as_json(plan: "Plan") -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "fits": fits(plan),
         "device_bytes": plan.device_bytes,
+        "simulated_bytes": plan.simulated_bytes,
+        "calibrated": plan.calibrated,
         "fullest_phase": outcome.phase,
         "host_bytes": plan.host_bytes,
         "limits": dataclasses.asdict(problem.limits),

@@ -35,6 +35,8 @@ class Plan:
     - `dtype`: the number format that products run in.
     - `read_seconds`, `solve_seconds`: what reading the program and choosing took.
     - `footprint`: the memory of the step, as simulated.
+    - `simulated_bytes`: device memory that the step's program needs by simulation.
+    - `calibrated`: whether `device_bytes` is what the hardware's compiler says of this plan; else it is simulated.
     """
 
     problem: Problem
@@ -49,6 +51,8 @@ class Plan:
     read_seconds: float
     solve_seconds: float
     footprint: Footprint
+    simulated_bytes: int
+    calibrated: bool = False
 
     @functools.cached_property
     def outcome(self) -> Outcome:

@@ -32,6 +32,7 @@ from .staging import Reference, phases
 
 _ROUNDS = 5  # compilations of one plan after the other
 _SPARE = 0.02  # of device memory: so much less is tried first where a compiler refuses
+_WORTH = 0.005  # of a step's time: a plan that fits and is no slower than this isn't compiled for less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +185,7 @@ class Planner:
             solve_seconds=solve_seconds,
             read_seconds=self.read_seconds,
             footprint=self._footprints.get(decision, self.references[0].footprint),
+            simulated_bytes=math.floor(self.problem.evaluate(decision).device_bytes),
         )
 
     def calibrated(self) -> Plan:
@@ -199,10 +201,14 @@ class Planner:
             if compiled.error is None:
                 summed = planner.problem.evaluate(plan.decision).device_bytes
                 planner = planner._shifted(compiled.device_bytes - summed)
+                simulated = math.floor(self._needed(plan.decision))
                 found = planner.as_plan(plan.decision, plan.solve_seconds)
+                found = dataclasses.replace(found, simulated_bytes=simulated, calibrated=True)
                 if planner.problem.fits(found.outcome) and (best is None or found.seconds < best.seconds):
                     best = found
                 following = planner._summed()
+                if best is not None and following.seconds > (1 - _WORTH) * best.seconds:
+                    break
             else:
                 # A TPU's compiler says of what it refuses only that: more memory is left out until another is best.
                 following, share = plan, _SPARE

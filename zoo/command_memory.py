@@ -126,11 +126,15 @@ def plan(
     largest_batch: Annotated[bool, typer.Option("--largest-batch", help="Find the largest global batch.")] = False,
     frontier: Annotated[bool, typer.Option("--frontier", help="Show step times for other amounts of memory.")] = False,
     calibrate: Annotated[
-        bool,
-        typer.Option("--calibrate", help="Ask the hardware's compiler what device memory plans need, until one fits."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--calibrate/--no-calibrate",
+            help="Ask the hardware's compiler what device memory plans need, until one fits, or simulate it only. By "
+            "default it is asked where it is installed.",
+        ),
+    ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compile the planned step, and compare its memory with what was predicted.")
+        bool, typer.Option("--verify", help="Compile the planned step, and compare its memory with what was simulated.")
     ] = False,
     plot: Annotated[pathlib.Path | None, typer.Option(help="Draw memory over a step and the frontier here.")] = None,
     json: Annotated[pathlib.Path | None, typer.Option(help="Write everything to this file, too.")] = None,
@@ -141,9 +145,10 @@ def plan(
     memory of device and host. No weights are made, so any model fits. Exit code 1 if nothing fits, which says by how
     much, and if --verify finds a placement that isn't applied.
     """
+    from ..policies.ahead import CompileError
     from .planning import Options, prepare
 
-    with plain_errors():
+    with plain_errors(CompileError):
         planning = prepare(
             Options(
                 model=model, hardware=hardware, devices=devices, mesh=mesh, rules=tuple(rules or ()),

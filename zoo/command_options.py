@@ -41,10 +41,10 @@ Segments = Annotated[
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """What the user got wrong, as one line and exit code 2 instead of a traceback."""
+def plain_errors(*more: type[Exception]) -> Iterator[None]:
+    """What the user got wrong, and `more`, as one line and exit code 2 instead of a traceback."""
     try:
         yield
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, *more) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from None

@@ -43,11 +43,27 @@ class Search:
         rows = family.batch_size // family.layout.size(family.layout.axes("batch"))
         self.parts = [accumulate] if accumulate else [n for n in range(1, rows + 1) if rows % n == 0]
 
-    def __call__(self) -> tuple[Planner, Plan]:
+    def __call__(self, confirmed: Callable[[Planner, Plan], Plan] | None = None) -> tuple[Planner, Plan]:
         """The planner and the plan of the step that is chosen. Raises Infeasible.
 
         Where it takes more micro-batches anyway, and so many fit with and without rounds, the faster plan is taken.
+
+        - `confirmed`: what makes of a planner and its plan the one that is kept. It may raise Infeasible: then more
+          micro-batches are tried.
         """
+        while True:
+            planner, found = self._chosen()
+            if confirmed is None:
+                return planner, found
+            try:
+                return planner, confirmed(planner, found)
+            except Infeasible:
+                self.parts = [parts for parts in self.parts if parts > self.choice[0]]
+                if not self.parts:
+                    self.planner = planner
+                    raise
+
+    def _chosen(self) -> tuple[Planner, Plan]:
         for rounds in self.rounds:
             self.planner, found = self._tried(self.parts[0], rounds)
             if isinstance(found, Plan):

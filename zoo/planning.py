@@ -1,9 +1,11 @@
 """`overspill plan`: where each activation of a model's training step should wait, and what that gives."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..policies.accelerators import target as find_target
-from ..policies.ahead import Ahead, require_compiler
+from ..policies.ahead import Ahead, CompileError, require_compiler
 from ..policies.machines import Hardware, hardware as find_hardware
 from ..policies.placing import place
 from ..policies.plan_plots import figure_class
@@ -57,7 +59,7 @@ class Options:
     measured: pathlib.Path | None = None
     largest_batch: bool = False
     frontier: bool = False
-    calibrate: bool = False
+    calibrate: bool | None = None
     verify: bool = False
     plot: pathlib.Path | None = None
     json: pathlib.Path | None = None
@@ -66,34 +68,42 @@ class Options:
 def prepare(options: Options) -> "Planning":
     """Everything that can be wrong with what is asked for, found out before anything is traced.
 
-    Raises ValueError, and with `verify` ModuleNotFoundError where the hardware's compiler isn't installed.
+    Raises ValueError, and with `verify` and `calibrate` ModuleNotFoundError where the hardware's compiler isn't
+    installed.
     """
     hardware = find_hardware(options.hardware)
     if options.measured is not None:
         hardware = hardware.measured(options.measured)
     target = hardware.target
-    if options.verify or options.calibrate:
+    calibrates = bool(options.calibrate)
+    if options.verify or calibrates:
         if target is None:
             find_target(options.hardware)  # raises, naming what can be compiled for
         require_compiler(target.platform)
+    if options.calibrate is None and target is not None:
+        with contextlib.suppress(ModuleNotFoundError):
+            calibrates = bool(require_compiler(target.platform))
     for path in (options.json, options.plot):
         check_file(path)
     if options.plot is not None and options.plot.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot {str(options.plot)!r}: a picture's name ends in .png, .pdf or .svg")
     if options.plot is not None:
         figure_class()  # raises without matplotlib
-    planning = Planning(options, hardware)
+    planning = Planning(options, hardware, calibrates)
     planning.take(options.accumulate or 1, options.expert_rounds or 1)
     return planning
 
 
 class Planning:
-    """A plan to be made, printed and, if asked for, compiled."""
+    """A plan to be made, printed and, if asked for, compiled.
+
+    - `calibrates`: whether the hardware's compiler is asked what plans need.
+    """
 
     family: Family
 
-    def __init__(self, options: Options, hardware: Hardware):
-        self.options, self.hardware = options, hardware
+    def __init__(self, options: Options, hardware: Hardware, calibrates: bool = False):
+        self.options, self.hardware, self.calibrates = options, hardware, calibrates
 
     def take(self, accumulate: int, expert_rounds: int) -> "Planning":
         """This with a step in so many micro-batches and rounds. Raises ValueError for a batch that can't be cut so."""
@@ -115,10 +125,17 @@ class Planning:
         for line in self.head():
             say(line)
         start = time.perf_counter()
-        with console.status("reading the program"):
+        with console.status("reading the program") as status:
             search = Search(self.family, options.accumulate, options.expert_rounds, self._tried)
+
+            def confirmed(planner: Planner, plan: Plan) -> Plan:
+                if not self.calibrates:
+                    return plan
+                status.update(f"compiling for {self.hardware.description}")
+                return self._calibrated(planner, plan, say)
+
             try:
-                planner, plan = search()
+                planner, plan = search(confirmed)
                 self.take(*search.choice)
             except Infeasible as error:
                 for line in self._unfit(search.planner, error):
@@ -194,9 +211,19 @@ class Planning:
     def _tried(self, accumulate: int, expert_rounds: int) -> tuple[Planner, Plan | Infeasible]:
         planner = self.take(accumulate, expert_rounds).planner()
         try:
-            return planner, planner.calibrated() if self.options.calibrate else planner.plan()
+            return planner, planner.plan()
         except Infeasible as error:
             return planner, error
+
+    def _calibrated(self, planner: Planner, plan: Plan, say: Callable[..., None]) -> Plan:
+        """A plan with the compiler's bytes. One that nobody asked for may fail: then the simulated plan stays."""
+        try:
+            return planner.calibrated()
+        except CompileError as error:
+            if self.options.calibrate:
+                raise
+            say(f"device memory is simulated, because {error}", "yellow")
+            return plan
 
     def chosen(self) -> str:
         """What wasn't asked for, of how the step is cut; nothing where it isn't."""
@@ -250,10 +277,10 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def compared(plan: Plan, proof: Proof) -> Table:
-    """Predicted bytes beside the compiler's."""
+    """Bytes as predicted without the compiler beside the compiler's."""
     compiled: Ahead = proof.compiled
     pairs = [
-        ("device memory", plan.device_bytes, compiled.device_bytes),
+        ("device memory", plan.simulated_bytes, compiled.device_bytes),
         ("arguments of it", plan.footprint.arguments, compiled.device["argument"]),
         ("host memory: activations", plan.offloaded_bytes, compiled.evidence.host_buffer_bytes),
     ]

@@ -57,7 +57,7 @@ def make(limit=20 * GIB, *, decision=None, **options):
     return Plan(
         problem=problem, decision=solve(problem) if decision is None else decision, hardware=hardware("h200"),
         devices=8, stacks=(), fixed={}, tokens=None, model_flops=1e12, dtype="bfloat16", read_seconds=0.0,
-        solve_seconds=0.0, footprint=Footprint(2 * GIB, GIB, (), ()),
+        solve_seconds=0.0, footprint=Footprint(2 * GIB, GIB, (), ()), simulated_bytes=3 * GIB,
     )  # fmt: skip
 
 

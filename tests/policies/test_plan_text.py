@@ -64,11 +64,20 @@ def make(groups, *, decision=None, phases=None, stacks=(), fixed=None, tokens=81
         read_seconds=1.0,
         solve_seconds=0.1,
         footprint=Footprint(arguments, 0, (), ()),
+        simulated_bytes=3 * GIB,
     )
 
 
 def said(plan):
     return {one.path: one.why for one in plan.choices}
+
+
+def test_it_says_where_device_memory_is_known_from():
+    plan = make(block(ONE, WANTED), limits=limits())
+    assert "; simulated" in str(plan) and plan.as_json()["calibrated"] is False
+    asked = dataclasses.replace(plan, calibrated=True)
+    assert "the compiler says so (simulated: 3.00 GiB)" in " ".join(str(asked).split())
+    assert asked.as_json()["calibrated"] is True and asked.as_json()["simulated_bytes"] == 3 * GIB
 
 
 def limits(device=100 * GIB, host=100 * GIB, pinned=math.inf):
@@ -517,7 +526,7 @@ def test_summary():
         "Plan for 8 x NVIDIA H200",
         "step  104.0 ms  predicted",
         "tokens  78,769 tokens/s  8,192 a step, on all devices",
-        "device memory  2.10 GiB of 2.10 GiB  fullest in backward of blocks",
+        "device memory  2.10 GiB of 2.10 GiB  fullest in backward of blocks; simulated",
         "host memory  800 MiB of 20.0 GiB  the limit is the host's pool of pinned memory",
         "link out  25% busy  in the forward pass; most in blocks: 25% of its computation",
         "link in  12% busy  in the backward pass; most in blocks: 12% of its computation",

@@ -257,6 +257,7 @@ def test_a_calibrated_plan_needs_what_the_compiler_says(monkeypatch, tight):
     made = tight.calibrated()
     assert 2 <= len(asked) <= 5  # what was predicted to fit didn't
     assert (made.decision, made.device_bytes) in asked
+    assert made.calibrated and made.simulated_bytes == tight._needed(made.decision) < made.device_bytes
     assert made.device_bytes <= tight.problem.limits.device_bytes
     assert made.seconds >= tight.plan().seconds
 
@@ -266,6 +267,13 @@ def test_a_calibrated_plan_uses_what_the_compiler_leaves(monkeypatch, tight):
     made = tight.calibrated()
     assert made.seconds < tight.plan().seconds and len(asked) > 1
     assert made.device_bytes <= tight.problem.limits.device_bytes
+
+
+def test_a_plan_that_fits_is_not_compiled_for_a_gain_too_small(monkeypatch, tight):
+    roomy = tight.limited(device_bytes=10 * tight.plan().device_bytes)
+    asked = compiler(monkeypatch, roomy, more=-BYTES).asked
+    assert roomy.calibrated().calibrated and len(asked) == 1
+    assert not roomy.plan().calibrated
 
 
 def test_a_compiler_that_refuses_is_given_less(monkeypatch, tight):

@@ -1,6 +1,7 @@
 """`overspill plan`: what it prints, writes and refuses. The compiler is asked in one test only."""
 
 import json
+import types
 
 import jax
 import pytest
@@ -11,7 +12,7 @@ from overspill.zoo import planning
 from overspill.zoo.command import app
 
 LLAMA, DEEPSEEK = "overspill-llama-tiny", "overspill-deepseek-tiny"
-SMALL = ["--sequence", "128", "--global-batch", "16", "--segments", "1"]
+SMALL = ["--sequence", "128", "--global-batch", "16", "--segments", "1", "--no-calibrate"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,7 +59,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
 
 def test_a_step_that_does_not_fit_is_cut(tmp_path):
     path = tmp_path / "plan.json"
-    arguments = [LLAMA, "--hardware", "h200", "--mesh", "fsdp=2", "--sequence", "128", "--global-batch", "32"]
+    arguments = [LLAMA, "--hardware", "h200", "--mesh", "fsdp=2", *SMALL, "--global-batch", "32"]
     whole = run(*arguments, "--accumulate", "1", "--frontier", "--json", str(path))
     assert whole.exit_code == 0, whole.output
     least = min(size for size, _ in json.loads(path.read_text())["plan"]["frontier"])
@@ -127,8 +128,56 @@ def test_verifying_compiles_the_planned_step(gpu, tmp_path):
     assert plan["host_bytes"] > 0
     assert moved == plan["host_bytes"]
     # XLA of JAX 0.12 takes 7 % less than that of 0.10, whose memory is what is simulated.
-    assert 0.95 < plan["device_bytes"] / compiled["device_bytes"] < (1.05 if jax.__version__ < "0.11" else 1.1)
-    assert "Predicted and compiled" in result.output
+    assert 0.95 < plan["simulated_bytes"] / compiled["device_bytes"] < (1.05 if jax.__version__ < "0.11" else 1.1)
+    assert plan["calibrated"] and plan["device_bytes"] == compiled["device_bytes"] <= limit * 2**30
+    assert "Predicted and compiled" in result.output and "the compiler says so" in result.output
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler that is there, and what it does: says a size, or fails."""
+    said = types.SimpleNamespace(more=0, error=None)
+
+    def compiled(planner, plan, target):
+        if said.error is not None:
+            raise said.error
+        return types.SimpleNamespace(error=None, device_bytes=plan.simulated_bytes + said.more)
+
+    monkeypatch.setattr(planning, "require_compiler", lambda platform: "one")
+    monkeypatch.setattr(planning.Planner, "compiled", compiled)
+    return said
+
+
+QUICK = [LLAMA, "--hardware", "h200", "--devices", "1", *SMALL[:-1]]
+
+
+def test_a_compiler_that_is_there_is_asked(compiler, tmp_path):
+    path, plans = tmp_path / "plan.json", []
+    for arguments in ([], ["--no-calibrate"]):
+        compiler.more = 2**20
+        result = run(*QUICK, *arguments, "--json", str(path))
+        assert result.exit_code == 0, result.output
+        plans.append(json.loads(path.read_text())["plan"])
+    asked, simulated = plans
+    assert asked["calibrated"] and asked["device_bytes"] == asked["simulated_bytes"] + 2**20
+    assert not simulated["calibrated"] and simulated["device_bytes"] == simulated["simulated_bytes"]
+
+
+def test_a_compiler_that_fails_is_no_reason_to_have_no_plan(compiler):
+    compiler.error = planning.CompileError("it stumbled over itself")
+    result = run(*QUICK)
+    assert result.exit_code == 0
+    assert "device memory is simulated, because it stumbled over itself" in " ".join(result.output.split())
+    result = run(*QUICK, "--calibrate")
+    assert result.exit_code == 2 and "it stumbled over itself" in result.output
+
+
+def test_without_a_compiler_memory_is_simulated(monkeypatch):
+    def missing(platform):
+        raise ModuleNotFoundError("pip install 'overspill[gpu-compile]'")
+
+    monkeypatch.setattr(planning, "require_compiler", missing)
+    assert "; simulated" in run(*QUICK).output
 
 
 def test_verifying_needs_a_compiler(monkeypatch):

@@ -1,8 +1,10 @@
 """How `overspill plan` cuts a step that doesn't fit: into micro-batches, and among experts into rounds."""
 
+import io
 import types
 
 import pytest
+from rich.console import Console
 
 from overspill.layers.grid import Grid
 from overspill.layers.rounds import balanced_rounds
@@ -105,6 +107,39 @@ def test_the_faster_of_two_is_taken(monkeypatch, mixture):
     trials = Trials(monkeypatch, lambda parts, rounds: 150 / parts, lambda parts, rounds: 1.0 if rounds > 1 else 2.0)
     planner, found = plan_search.Search(mixture, None, None, trials)()
     assert planner.of[0] == 2 and planner.of[1] > 1 and found.seconds == 1
+
+
+def test_what_the_compiler_finds_too_large_is_cut_finer(monkeypatch, mixture):
+    trials, seen = Trials(monkeypatch, lambda parts, rounds: 290 / parts), []
+
+    def confirmed(planner, plan):
+        seen.append(planner.of)
+        if planner.of[0] < 6:
+            raise Infeasible(LIMITS, phase="backward", least_device_bytes=101.0)
+        return Made(7.0)
+
+    search = plan_search.Search(mixture, None, None, trials)
+    planner, found = search(confirmed)
+    assert [parts for parts, _ in seen] == [3, 4, 6] and search.choice == planner.of == seen[-1] and found.seconds == 7
+    with pytest.raises(Infeasible):
+        plan_search.Search(mixture, 4, None, trials)(confirmed)
+
+
+def test_the_step_that_is_chosen_need_not_be_the_last_that_was_tried(monkeypatch):
+    """The plan, what is asked and what is verified are of one step."""
+
+    class Chosen(plan_search.Search):
+        def __call__(self, confirmed=None):
+            found = self._trial(4, 1)
+            self._trial(2, 1)
+            self.choice = 4, 1
+            return found
+
+    monkeypatch.setattr(planning, "Search", Chosen)
+    options = planning.Options("overspill-llama-tiny", "h200", mesh="fsdp=2", global_batch=32, sequence=64)
+    made = planning.prepare(options)
+    made(Console(file=io.StringIO()))
+    assert made.family.options.accumulate == 4
 
 
 @pytest.mark.parametrize(

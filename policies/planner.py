@@ -26,7 +26,7 @@ from .problem import Decision, Limits, Problem
 from .programs import Program
 from .scaling import bisected, largest, stretched
 from .settling import fits, settled, shifted
-from .solving import solve
+from .solving import Infeasible
 from .spaces import HOST_MEMORY
 from .staging import Reference, phases
 
@@ -151,24 +151,27 @@ class Planner:
 
     def plan(self) -> Plan:
         """The best plan, with the device memory that its own program is simulated to need. Raises Infeasible."""
+        return self._plan(0)
+
+    def _plan(self, more: int | float) -> Plan:
+        """The best plan if every program needs so many more bytes of device memory than it is simulated to need."""
         problem, start, reading = self.problem, time.perf_counter(), 0.0
 
-        def simulated(decision: Decision) -> int | float:
+        def needed(decision: Decision) -> int | float:
             nonlocal reading
             begun = time.perf_counter()
-            size = self._needed(decision)
+            size = self._needed(decision) + more
             reading += time.perf_counter() - begun
             return size
 
-        decision, size = settled(problem, simulated, [reference.decision for reference in self.references])
-        found = self._shifted(size - problem.evaluate(decision).device_bytes)
-        found.read_seconds += reading
-        return found.as_plan(decision, time.perf_counter() - start - reading)
+        decision, size = settled(problem, needed, [reference.decision for reference in self.references])
+        self.read_seconds += reading
+        return self._with(decision, size, time.perf_counter() - start - reading)
 
-    def _summed(self) -> Plan:
-        """The best plan by sums over placements. Raises Infeasible."""
-        start = time.perf_counter()
-        return self.as_plan(solve(self.problem), time.perf_counter() - start)
+    def _with(self, decision: Decision, size: int | float, solve_seconds: float) -> Plan:
+        """A decision as a plan whose device memory is known."""
+        found = self._shifted(size - self.problem.evaluate(decision).device_bytes).as_plan(decision, solve_seconds)
+        return dataclasses.replace(found, simulated_bytes=math.floor(self._needed(decision)))
 
     def as_plan(self, decision: Decision, solve_seconds: float = 0.0) -> Plan:
         """A decision with all that follows from it."""
@@ -194,28 +197,27 @@ class Planner:
         Raises Infeasible, ValueError for hardware that can't be compiled for, and as `policies.compile_ahead`.
         """
         target = find_target(self.hardware.name)
-        planner, best, plan, tried = self, None, self.plan(), set()
+        best, plan, tried, more = None, self.plan(), set(), 0
         for _ in range(_ROUNDS):
             tried.add(plan.decision)
             compiled = self.compiled(plan, target)
             if compiled.error is None:
-                summed = planner.problem.evaluate(plan.decision).device_bytes
-                planner = planner._shifted(compiled.device_bytes - summed)
-                simulated = math.floor(self._needed(plan.decision))
-                found = planner.as_plan(plan.decision, plan.solve_seconds)
-                found = dataclasses.replace(found, simulated_bytes=simulated, calibrated=True)
-                if planner.problem.fits(found.outcome) and (best is None or found.seconds < best.seconds):
+                more = compiled.device_bytes - self._needed(plan.decision)
+                found = self._with(plan.decision, compiled.device_bytes, plan.solve_seconds)
+                found = dataclasses.replace(found, calibrated=True)
+                if self.problem.fits(found.outcome) and (best is None or found.seconds < best.seconds):
                     best = found
-                following = planner._summed()
-                if best is not None and following.seconds > (1 - _WORTH) * best.seconds:
-                    break
-            else:
+            try:
+                following, share = self._plan(more), _SPARE
                 # A TPU's compiler says of what it refuses only that: more memory is left out until another is best.
-                following, share = plan, _SPARE
-                while following.decision in tried:
-                    planner = planner._shifted(round(share * plan.device_bytes))
-                    following, share = planner._summed(), 2 * share
-            if following.decision in tried:
+                while compiled.error is not None and following.decision in tried:
+                    more += round(share * plan.device_bytes)
+                    following, share = self._plan(more), 2 * share
+            except Infeasible:
+                if best is None:
+                    raise
+                break
+            if following.decision in tried or (best and following.seconds > (1 - _WORTH) * best.seconds):
                 break
             plan = following
         if best is None:

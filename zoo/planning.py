@@ -240,7 +240,9 @@ class Planning:
         cut = self.chosen()
         lines = [str(error) + (f"; that is {cut}" if cut else "")]
         rows = planner.largest_batch()
-        if rows:
+        if rows >= self.family.batch_size:
+            lines.append("it was simulated to fit, and the compiler says otherwise (--no-calibrate doesn't ask it)")
+        elif rows:
             lines.append(f"it fits with a global batch of {rows:,}")
         else:
             lines.append("no smaller batch fits: cut the model over more devices (--devices, --mesh)")

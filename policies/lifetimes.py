@@ -234,6 +234,8 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
     after = 0
     read: dict[int, int] = {}
     gathered: dict[tuple, int] = {}
+    looped, first = _gathered_for_loops(program.ops), dict[tuple, int]()
+    shared = _filled_for_loops(program.ops)
     scattered = {
         id(_root(op.inputs[0])) for op in program.ops if op.name.startswith("scatter") and op.inputs and not op.inner
     }
@@ -246,6 +248,8 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             # A gather runs beside what is computed before it, from where the one before it ended.
             at = op.time if op.loops else begins.get(id(op), op.time)
             begins[id(op)] = min(gathered.get(op.loops, at), at)
+            if id(op) in looped:
+                begins[id(op)] = first.setdefault((op.loops, op.step_of), begins[id(op)])
             gathered[op.loops] = at
         if op.kind == "copy" and not op.host and id(op) in last:
             if op.outside:
@@ -261,9 +265,38 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             begins[id(op)] = op.time if waits else min(after, op.time)
         elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
             begin = fills.setdefault((op.loops, str(op.aval), op.cuts), op.time)
-            late = op.time if waits and after else min(after, op.time)
-            begins[id(op)] = max(begin, late) if id(op) in scattered else begin
+            begins[id(op)] = shared.get(id(op), begin)
     return read
+
+
+def _gathered_for_loops(ops: list[Op]) -> set[int]:
+    """The gathers of a layer whose result loops inside the layer read, such as experts' weights, by id.
+
+    The scheduler takes such a loop for little work, which hides no collective: all of them are made before the layer's
+    first one.
+    """
+    roots = [_root(op.inputs[0]) for op in ops if op.kind == "need" and op.inputs and (op.inner or op.outside)]
+    roots = [_root(root.inputs[0]) if root.name == "transpose" else root for root in roots]
+    return {id(root) for root in roots if root.kind == "collective" and (root.inner or root.outside)}
+
+
+def _filled_for_loops(ops: list[Op]) -> dict[int, int]:
+    """Where fills begin that more than one loop begins with, by id, inside another loop's step.
+
+    There they are one fill, which is copied for each loop: all at once and before a layer's first one. What the last
+    such loop begins with is the fill itself. (Outside of all loops the copies are fills of their own.)
+    """
+    found: dict[tuple, list[Op]] = {}
+    for op in ops:
+        if op.kind == "carry" and op.loops and is_fill(fill := _root(op.inputs[0])) and fill.loops == op.loops:
+            found.setdefault((op.loops, str(fill.aval), fill.cuts), []).append(fill)
+    shared = [fills for fills in found.values() if len(fills) > 1]
+    first: dict[tuple, int] = {}
+    for fill in (fill for fills in shared for fill in fills):
+        layer = fill.loops, fill.step_of
+        first[layer] = min(first.get(layer, fill.time), fill.time)
+    begins = {id(fill): first[fill.loops, fill.step_of] for fills in shared for fill in fills}
+    return begins | {id(fills[-1]): begins[id(fills[0])] for fills in shared}
 
 
 def _wait_for_the_host(
@@ -320,8 +353,11 @@ def _tied(ops: list[Op]) -> set[int]:
 def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
     """Loops that read the same fill, each in its steps, read one buffer.
 
-    One that fetches from the host ahead of time has its last step outside: it reads what is filled in there.
+    One that fetches from the host ahead of time has its last step outside: it reads what is filled in there, if that
+    has the same shape. It has not where scores are as the product's kernel leaves them but for dimensions of 1, which
+    are left out then: a constant of the other shape is part of the kernel that reads it.
     """
+    plain = {str(op.aval) for op in program.ops if op.name == "dot_general" and op.kind == "hard" and not op.merged}
     kept: dict[str, Op] = {}  # the same fill, made once
     same: dict[tuple, Op] = {}
     changed = {
@@ -339,7 +375,7 @@ def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
                     last[id(first)] = max(last.get(id(first), -1), last.get(id(op), -1))
             elif id(op) not in made and (op.outside or (op.inner and op.inner[0].fetches)):
                 fill = kept.get(str(op.aval))
-                if fill is not None:
+                if fill is not None and str(op.aval) not in plain:
                     until = op.inner[0].end if op.inner else last.get(id(op), op.time)
                     last[id(fill)] = max(last.get(id(fill), -1), until)
 

@@ -244,7 +244,8 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
             after = op.inner[0].end
         if op.kind == "copy" and not op.host and not op.loops and _root(op.inputs[0]).kind == "argument":
             begins[id(op)] = 0  # what only waits for the host starts at once
-        if op.kind == "collective" and op.inputs and op.bytes > op.inputs[0].bytes and id(op) in last:
+        whole = op.kind == "collective" and op.name != "ragged_all_to_all"
+        if whole and op.inputs and op.bytes > op.inputs[0].bytes and id(op) in last:
             # A gather runs beside what is computed before it, from where the one before it ended.
             at = op.time if op.loops else begins.get(id(op), op.time)
             begins[id(op)] = min(gathered.get(op.loops, at), at)
@@ -382,8 +383,9 @@ def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
 
 def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:
     """The buffer of an operand that ends here, which the result can take."""
-    if op.kind in ("fused", "in place", "carry"):
-        sources = _read(op, _MOVING) if op.kind == "fused" else op.inputs[:1]
+    ragged = op.name == "ragged_all_to_all" and not tpu  # which writes into its second operand
+    if op.kind in ("fused", "in place", "carry") or ragged:
+        sources = _read(op, _MOVING) if op.kind == "fused" else op.inputs[1:2] if ragged else op.inputs[:1]
         everything = _read(op) if op.kind == "fused" and not tpu else []
         # Where a row's sum is part of the kernel, as in softmax and its gradient, all of the row is read before.
         summed = {id(_root(s)) for r in everything if r.kind == "reduce" and not r.apart for s in _read(r)}

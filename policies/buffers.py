@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from .cuts import Cuts
+from .deferring import defer
 from .jaxprs import subjaxprs
 from .kernels import transposed, write_exponentials, writes_exponentials
 from .local_sizes import cuts_of, local_bytes, spec_cuts, typed_cuts, whole
@@ -67,6 +68,8 @@ class Buffers:
         self.arguments = [self._argument(v.aval, s) for v, s in zip(jaxpr.invars, shardings, strict=True)]
         consts = [self._op("constant", v.aval, whole(v.aval)) for v in jaxpr.constvars]
         outputs = self._run(jaxpr, consts, self.arguments, "")
+        if platform != "tpu":
+            self.ops = defer(self.ops)
         if writes_exponentials(capability):
             write_exponentials(self.ops)
         self.results = [self._op("result", op.aval, op.cuts, (op,)) for op in outputs]

@@ -34,7 +34,7 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
     ops = program.ops
     made = _made(program)
     tpu = program.platform == "tpu"
-    last, begins, inside = _uses(ops, made, tpu)
+    last, begins, inside = _uses(ops, made, tpu, exchanges := {} if tpu else _slow_exchanges(program))
     carries = {
         id(_root(op.inputs[0])): op.target
         for op in ops
@@ -51,7 +51,7 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
                 ahead.append(Buffer(op, op.bytes, op.inner[0].begin, op.inner[0].end))  # of the next step
         early(ops, made, begins, _root, _read)
     else:
-        read = _begin_early(program, made, begins, last)
+        read = _begin_early(program, made, begins, last, exchanges)
         _keep_fills(program, made, last)
         waiting = _wait_for_the_host(ops, begins, last)
     taken = _in_place_results(program, donated)
@@ -122,9 +122,24 @@ def _made(program: Buffers) -> set[int]:
     return made - added(program.ops, _root) if tpu else made
 
 
-def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+def _slow_exchanges(program: Buffers) -> dict[tuple, int]:
+    """Where the last exchange of tokens of each layer's step is, by loops, if that goes over a slow network.
+
+    The scheduler believes that it takes long, and leaves work for it to run beside: what was to be computed again for
+    later use, such as attention's scores, and the fetches for the next step of what this one is done with.
+    """
+    if not program.spread or writes_exponentials(program.capability):
+        return {}
+    return {op.loops: op.time for op in program.ops if op.name == "ragged_all_to_all" and op.inner}
+
+
+def _uses(
+    ops: list[Op], made: set[int], tpu: bool, exchanges: dict[tuple, int]
+) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """For each value the last place where it is read, through all that is fused or is its alias; and of what isn't
     made in the order of the program the place where it is.
+
+    - `exchanges`: as of `_slow_exchanges`.
     """
     last: dict[int, int] = {}
     first: dict[int, int] = {}
@@ -176,6 +191,9 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
             if op.kind == "hard" and op.inner and not tpu:
                 late = min(late, beside.get(op.loops, late))
             early = time = begins[id(op)] = max(late, time)
+        beside_it = exchanges.get(op.loops, -1)
+        if op.kind in ("fused", "hard", "reduce") and id(op) in made and recomputed(op) and time < beside_it <= first[id(op)]:
+            early = time = begins[id(op)] = beside_it
         if op.partial and op.inner and first[id(op)] < ends.get(op.loops, 0):
             beside[op.loops] = op.time
         if op.kind == "hard" and op.name == "dot_general" and not op.loops and not op.outside:
@@ -214,7 +232,9 @@ def _waits_on_tpu(op: Op, moves: bool) -> bool:
     return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")
 
 
-def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> dict[int, int]:
+def _begin_early(
+    program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int], exchanges: dict[tuple, int]
+) -> dict[int, int]:
     """What begins early on GPUs, and of what loops fetch from the host the place where a step has read it.
 
     One kernel fills all buffers of a shape, but for what an embedding's gradient is scattered into where the head's is
@@ -259,6 +279,8 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
                 # What the next step needs is fetched while this step's still waits.
                 read[id(op)] = last[id(op)]
                 begins[id(op)], last[id(op)] = op.inner[0].begin, op.inner[0].end
+                if exchanges.get(op.loops, read[id(op)]) < read[id(op)]:
+                    del read[id(op)]
         if op.kind == "stack" and op.loop is not None and not op.loop.first and not op.host:
             # Loops that write each slice of a stack begin with zeros: one kernel fills the equal stacks of all loops.
             begins[id(op)] = stacks.setdefault((op.loops, op.text.partition(" ")[0]), op.time)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from .cuts import Cuts
+from .deferring import defer
 from .jaxprs import subjaxprs
 from .kernels import transposed, write_exponentials, writes_exponentials
 from .local_sizes import cuts_of, local_bytes, spec_cuts, typed_cuts, whole
@@ -22,6 +23,7 @@ from .operations import (
     is_fill,
     label_of,
     may_be_cut,
+    merges,
     origin,
     platform_index,
     recut,
@@ -66,6 +68,8 @@ class Buffers:
         self.arguments = [self._argument(v.aval, s) for v, s in zip(jaxpr.invars, shardings, strict=True)]
         consts = [self._op("constant", v.aval, whole(v.aval)) for v in jaxpr.constvars]
         outputs = self._run(jaxpr, consts, self.arguments, "")
+        if platform != "tpu":
+            self.ops = defer(self.ops)
         if writes_exponentials(capability):
             write_exponentials(self.ops)
         self.results = [self._op("result", op.aval, op.cuts, (op,)) for op in outputs]
@@ -132,6 +136,7 @@ class Buffers:
                     recut(value, cuts[0])
         outputs = [self._op(kind, var.aval, c, inputs, name, stack) for var, c in zip(eqn.outvars, cuts, strict=True)]
         if name == "dot_general":
+            outputs[0].merged = merges(eqn, *values[:2])
             outputs[0].partial = max(values[0].cuts[i] for i in eqn.params["dimension_numbers"][0][0] or [0]) > 1
         if name == "name":
             outputs[0].label = eqn.params["name"]
@@ -194,7 +199,7 @@ class Buffers:
         cuts: list[Cuts], length: int, stack: str,
     ) -> list[Op]:  # fmt: skip
         free = all(loop.holds for loop in self._loops)  # not inside a loop over layers
-        if self.platform != "tpu" and not self._loops:
+        if self.platform != "tpu":
             consts = [self._laid_out(op, stack) for op in consts]
         for op in (*consts, *xs):
             self._op("need", op.aval, op.cuts, (op,))
@@ -227,10 +232,20 @@ class Buffers:
         return [*begun, *stacked]
 
     def _laid_out(self, op: Op, stack: str) -> Op:
-        """A parameter that a loop's steps gather along its last dimension: XLA for GPUs gathers along the first."""
-        if op.kind == "argument" and len(op.cuts) > 1 and op.cuts[-1] > 1 and not op.host:
-            return self._op("hard", op.aval, op.cuts, (op,), "transpose", stack)
-        return op
+        """What a loop's steps read in another layout than it has: the loop is given it transposed.
+
+        A parameter that steps gather along its last dimension: XLA for GPUs gathers along the first. And what was
+        gathered along another dimension than the first, of which steps take slices, such as experts' weights.
+        """
+        root = op
+        while root.kind == "alias":
+            root = root.inputs[0]
+        turned = op.kind == "argument" and not self._loops and len(op.cuts) > 1 and op.cuts[-1] > 1 and not op.host
+        if root.kind == "collective" and len(root.cuts) > 2 and root.loops == self._loops:
+            before = root.inputs[0].cuts
+            whole_rows = len(before) == len(root.cuts) and before[0] == root.cuts[0]
+            turned = whole_rows and root.bytes > root.inputs[0].bytes
+        return self._op("hard", op.aval, op.cuts, (op,), "transpose", stack) if turned else op
 
     def _last_step(
         self, loop: Loop, body: Any, consts: list[Op], carries: list[Op], xs: list[Op], slices: list[Any],

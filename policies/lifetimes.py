@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .buffers import Buffers
+from .gpu_schedule import filled_for_loops, gathered_for_loops, root_of, slow_exchanges, tied
 from .kernels import writes_exponentials
 from .operations import SCATTERS, Op, cut_by_rows, is_fill, origin
 from .tpu_schedule import added, early, fetched_ahead, fetches, left, recomputed, summed_at, together
@@ -34,9 +35,9 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
     ops = program.ops
     made = _made(program)
     tpu = program.platform == "tpu"
-    last, begins, inside = _uses(ops, made, tpu)
+    last, begins, inside = _uses(ops, made, tpu, {} if tpu else slow_exchanges(program))
     carries = {
-        id(_root(op.inputs[0])): op.target
+        id(root_of(op.inputs[0])): op.target
         for op in ops
         if op.kind == "yield" and op.inputs and op.target.kind == "carry"
     }
@@ -44,12 +45,12 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
     read: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
     if tpu:
-        together(ops, made, begins, _root, _read)
+        together(ops, made, begins, root_of, _read)
         for op in filter(fetched_ahead, ops):
             if id(op) in last:
                 begins[id(op)] = op.inner[0].begin
                 ahead.append(Buffer(op, op.bytes, op.inner[0].begin, op.inner[0].end))  # of the next step
-        early(ops, made, begins, _root, _read)
+        early(ops, made, begins, root_of, _read)
     else:
         read = _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
@@ -87,23 +88,17 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
     return found + ahead
 
 
-def _root(op: Op) -> Op:
-    while op.kind == "alias":
-        op = op.inputs[0]
-    return op
-
-
 def _made(program: Buffers) -> set[int]:
     """The operations whose result is in memory."""
     made: set[int] = set()
     tpu = program.platform == "tpu"
 
     def ask(op: Op) -> None:
-        made.add(id(_root(op)))
+        made.add(id(root_of(op)))
 
     def sinks(op: Op) -> bool:
         """Whether it is made inside the loop that reads it: XLA for TPUs does so with what is only spread out."""
-        op = _root(op)
+        op = root_of(op)
         return tpu and (is_fill(op) or (op.kind == "fused" and op.bytes > 2 * sum(s.bytes for s in op.inputs)))
 
     for op in program.ops:
@@ -113,18 +108,22 @@ def _made(program: Buffers) -> set[int]:
             for source in op.inputs:
                 if op.kind in ("need", "carry") and sinks(source):
                     continue
-                if _root(source).kind != "constant" or op.kind in ("need", "result"):
+                if root_of(source).kind != "constant" or op.kind in ("need", "result"):
                     ask(source)
         elif op.loops and op.kind in ("fused", "reduce"):
             for source in op.inputs:
-                if _root(source).loops != op.loops and not is_fill(source) and not sinks(source):
+                if root_of(source).loops != op.loops and not is_fill(source) and not sinks(source):
                     ask(source)
-    return made - added(program.ops, _root) if tpu else made
+    return made - added(program.ops, root_of) if tpu else made
 
 
-def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+def _uses(
+    ops: list[Op], made: set[int], tpu: bool, exchanges: dict[tuple, int]
+) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """For each value the last place where it is read, through all that is fused or is its alias; and of what isn't
     made in the order of the program the place where it is.
+
+    - `exchanges`: as of `slow_exchanges`.
     """
     last: dict[int, int] = {}
     first: dict[int, int] = {}
@@ -132,7 +131,7 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
     work = len(ops)  # where the next matrix product outside loops is, that a sum over devices can run beside
     moves, summed = fetches(ops), summed_at(ops)
-    later = left(ops, made, _root) if tpu and moves else set()
+    later = left(ops, made, root_of) if tpu and moves else set()
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:
@@ -176,6 +175,10 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
             if op.kind == "hard" and op.inner and not tpu:
                 late = min(late, beside.get(op.loops, late))
             early = time = begins[id(op)] = max(late, time)
+        exchange = exchanges.get(op.loops, -1)
+        if op.kind in ("fused", "hard", "reduce") and id(op) in made and recomputed(op):
+            if time < exchange <= first[id(op)]:
+                early = time = begins[id(op)] = exchange
         if op.partial and op.inner and first[id(op)] < ends.get(op.loops, 0):
             beside[op.loops] = op.time
         if op.kind == "hard" and op.name == "dot_general" and not op.loops and not op.outside:
@@ -208,7 +211,7 @@ def _waits_on_tpu(op: Op, moves: bool) -> bool:
         return True
     if op.kind == "collective":
         if op.name in SCATTERS and not op.inner:
-            return moves != (_root(op.inputs[0]).kind == "carry")
+            return moves != (root_of(op.inputs[0]).kind == "carry")
         return not op.inner and not moves
     # The gradients of a layer outside of loops, for which the optimizer waits.
     return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")
@@ -217,15 +220,15 @@ def _waits_on_tpu(op: Op, moves: bool) -> bool:
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> dict[int, int]:
     """What begins early on GPUs, and of what loops fetch from the host the place where a step has read it.
 
-    One kernel fills all buffers of a shape, but for what an embedding's gradient is scattered into where the head's is
-    being summed over devices then: the fill runs beside that.
+    One kernel fills all buffers of a shape, but for what a tied embedding's gradient is scattered into where the head's
+    is being summed over devices then: the fill runs beside that.
     """
     fills: dict[tuple, int] = {}
     stacks: dict[tuple, int] = {}
-    tied = _tied(program.ops)
+    both = tied(program.ops)
     # So it is where the vocabulary is cut over devices,
-    tied |= {
-        id(_root(op.inputs[0]))
+    both |= {
+        id(root_of(op.inputs[0]))
         for op in program.ops
         if op.kind == "in place" and op.name.startswith("scatter") and not op.loops and cut_by_rows(op)
     }
@@ -233,19 +236,24 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
     waits = program.spread or writes_exponentials(program.capability)
     after = 0
     read: dict[int, int] = {}
+    # What loops of a step read, such as those of experts' gradients, is fetched for the next one when they are done
+    # then, not before.
+    ends = {loop.end for op in program.ops for loop in op.inner[1:]}
     gathered: dict[tuple, int] = {}
-    scattered = {
-        id(_root(op.inputs[0])) for op in program.ops if op.name.startswith("scatter") and op.inputs and not op.inner
-    }
+    looped, first = gathered_for_loops(program.ops), dict[tuple, int]()
+    shared = filled_for_loops(program.ops)
     for op in program.ops:
         if op.inner and op.inner[0].fetches:
             after = op.inner[0].end
-        if op.kind == "copy" and not op.host and not op.loops and _root(op.inputs[0]).kind == "argument":
+        if op.kind == "copy" and not op.host and not op.loops and root_of(op.inputs[0]).kind == "argument":
             begins[id(op)] = 0  # what only waits for the host starts at once
-        if op.kind == "collective" and op.inputs and op.bytes > op.inputs[0].bytes and id(op) in last:
+        whole = op.kind == "collective" and op.name != "ragged_all_to_all"
+        if whole and op.inputs and op.bytes > op.inputs[0].bytes and id(op) in last:
             # A gather runs beside what is computed before it, from where the one before it ended.
             at = op.time if op.loops else begins.get(id(op), op.time)
             begins[id(op)] = min(gathered.get(op.loops, at), at)
+            if id(op) in looped:
+                begins[id(op)] = first.setdefault((op.loops, op.step_of), begins[id(op)])
             gathered[op.loops] = at
         if op.kind == "copy" and not op.host and id(op) in last:
             if op.outside:
@@ -254,15 +262,16 @@ def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last:
                 # What the next step needs is fetched while this step's still waits.
                 read[id(op)] = last[id(op)]
                 begins[id(op)], last[id(op)] = op.inner[0].begin, op.inner[0].end
+                if waits and read[id(op)] in ends:
+                    del read[id(op)]
         if op.kind == "stack" and op.loop is not None and not op.loop.first and not op.host:
             # Loops that write each slice of a stack begin with zeros: one kernel fills the equal stacks of all loops.
             begins[id(op)] = stacks.setdefault((op.loops, op.text.partition(" ")[0]), op.time)
-        if id(op) in made and id(op) in tied and after:
+        if id(op) in made and id(op) in both and after:
             begins[id(op)] = op.time if waits else min(after, op.time)
-        elif id(op) in made and id(op) not in tied and op.kind == "fused" and is_fill(op):
+        elif id(op) in made and id(op) not in both and op.kind == "fused" and is_fill(op):
             begin = fills.setdefault((op.loops, str(op.aval), op.cuts), op.time)
-            late = op.time if waits and after else min(after, op.time)
-            begins[id(op)] = max(begin, late) if id(op) in scattered else begin
+            begins[id(op)] = shared.get(id(op), begin)
     return read
 
 
@@ -286,7 +295,7 @@ def _wait_for_the_host(
     for op in ops:
         if op.kind != "yield" or op.target.kind != "stack" or not op.target.host or not op.target.loop.first:
             continue
-        loop, value = op.target.loop, _root(op.inputs[0])
+        loop, value = op.target.loop, root_of(op.inputs[0])
         until = max(fetched.get(id(op.target), 0), loop.end)
         source = origin(value)
         if source.kind != "carry" and loop in source.loops and id(source) in last:
@@ -296,36 +305,18 @@ def _wait_for_the_host(
     return waiting
 
 
-def _tied(ops: list[Op]) -> set[int]:
-    """What scatters outside loops start from, where their result is added to another gradient of the same array."""
-    starts: dict[int, int] = {}  # by what is computed from a scatter alone: what the scatter starts from
-    found = set()
-    for op in ops:
-        if op.loops:
-            continue
-        known = [starts[id(source)] for source in op.inputs if id(source) in starts]
-        if op.kind == "in place":
-            starts[id(op)] = id(_root(op.inputs[0]))
-        elif known and op.kind == "fused" and len(op.inputs) == 2:
-            others = [source for source in op.inputs if id(source) not in starts]
-            while others and _root(others[0]).kind == "fused" and len(_root(others[0]).inputs) == 1:
-                others = [_root(others[0]).inputs[0]]
-            if others and _root(others[0]).kind == "collective":
-                found.add(known[0])
-        elif known and op.kind in ("alias", "collective", "fused"):
-            starts[id(op)] = known[0]
-    return found
-
-
 def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
     """Loops that read the same fill, each in its steps, read one buffer.
 
-    One that fetches from the host ahead of time has its last step outside: it reads what is filled in there.
+    One that fetches from the host ahead of time has its last step outside: it reads what is filled in there, if that
+    has the same shape. It has not where scores are as the product's kernel leaves them but for dimensions of 1, which
+    are left out then: a constant of the other shape is part of the kernel that reads it.
     """
+    plain = {str(op.aval) for op in program.ops if op.name == "dot_general" and op.kind == "hard" and not op.merged}
     kept: dict[str, Op] = {}  # the same fill, made once
     same: dict[tuple, Op] = {}
     changed = {
-        id(_root(source))
+        id(root_of(source))
         for op in program.ops if op.kind in ("in place", "carry", "yield", "result") for source in op.inputs
     }  # fmt: skip
     for op in program.ops:
@@ -339,20 +330,21 @@ def _keep_fills(program: Buffers, made: set[int], last: dict[int, int]) -> None:
                     last[id(first)] = max(last.get(id(first), -1), last.get(id(op), -1))
             elif id(op) not in made and (op.outside or (op.inner and op.inner[0].fetches)):
                 fill = kept.get(str(op.aval))
-                if fill is not None:
+                if fill is not None and str(op.aval) not in plain:
                     until = op.inner[0].end if op.inner else last.get(id(op), op.time)
                     last[id(fill)] = max(last.get(id(fill), -1), until)
 
 
 def _shares(op: Op, time: int, buffer_of: Any, tpu: bool) -> Buffer | None:
     """The buffer of an operand that ends here, which the result can take."""
-    if op.kind in ("fused", "in place", "carry"):
-        sources = _read(op, _MOVING) if op.kind == "fused" else op.inputs[:1]
+    ragged = op.name == "ragged_all_to_all" and not tpu  # which writes into its second operand
+    if op.kind in ("fused", "in place", "carry") or ragged:
+        sources = _read(op, _MOVING) if op.kind == "fused" else op.inputs[1:2] if ragged else op.inputs[:1]
         everything = _read(op) if op.kind == "fused" and not tpu else []
         # Where a row's sum is part of the kernel, as in softmax and its gradient, all of the row is read before.
-        summed = {id(_root(s)) for r in everything if r.kind == "reduce" and not r.apart for s in _read(r)}
+        summed = {id(root_of(s)) for r in everything if r.kind == "reduce" and not r.apart for s in _read(r)}
         for source in sources:
-            if id(_root(source)) in summed:
+            if id(root_of(source)) in summed:
                 continue
             buffer = buffer_of(source)
             if buffer is not None and buffer.bytes == op.bytes and buffer.end <= time:
@@ -364,7 +356,7 @@ def _read(op: Op, but: Collection[str] = ()) -> list[Op]:
     """The operands in memory of everything that is fused into an operation, as far as that is plain to see."""
     found, todo, seen = [], list(op.inputs) if op.name not in but else [], set()
     while todo and len(seen) < 64:
-        source = _root(todo.pop())
+        source = root_of(todo.pop())
         if id(source) in seen:
             continue
         seen.add(id(source))
@@ -382,6 +374,6 @@ def _in_place_results(program: Buffers, donated: list[Op]) -> set[int]:
         key = (result.bytes, str(result.aval), result.host)
         if free[key] > 0:
             free[key] -= 1
-            taken.add(id(_root(result)))
-            taken.add(id(_root(result.inputs[0])))
+            taken.add(id(root_of(result)))
+            taken.add(id(root_of(result.inputs[0])))
     return taken

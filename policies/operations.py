@@ -37,6 +37,7 @@ class Op:
     branch: int | None = None  # of an index that says for which platform a branch is: which one is taken
     loop: "Loop | None" = None
     partial: bool = False  # of a product: each device has only a part of the sum
+    merged: bool = False  # of a product: the kernel's result has several of its dimensions as one
     apart: bool = False  # of a reduction: in a kernel of its own, not in its readers'
     outside: bool = False  # of a loop's last step, after the loop
     step_of: "Loop | None" = None  # the loop whose last step, outside of it, this belongs to
@@ -149,6 +150,15 @@ def cut_by_rows(op: Op) -> bool:
         if node.kind in ("fused", "alias"):
             todo.extend(node.inputs)
     return False
+
+
+def merges(eqn: Any, left: Op, right: Op) -> bool:
+    """Whether a product's kernel has several dimensions as one: there are three, a batch, rows and columns."""
+    (ours, theirs), (batch, other) = eqn.params["dimension_numbers"]
+    shape, second = local_shape(left.aval, left.cuts), local_shape(right.aval, right.cuts)
+    rows = [size for i, size in enumerate(shape) if i not in (*ours, *batch)]
+    columns = [size for i, size in enumerate(second) if i not in (*theirs, *other)]
+    return any(sum(size > 1 for size in sizes) > 1 for sizes in ([shape[i] for i in batch], rows, columns))
 
 
 def is_fill(op: Op) -> bool:

@@ -240,27 +240,45 @@ def step_of(model, target, placement, **options):
 # fmt: off
 RECORDED = [
     # model, target, placement, options, arguments, device bytes
-    ("llama-3.1-8b", "h200", "recompute_all", {"mesh": "fsdp=8"}, 12045461528, 28171185265),
-    ("llama-3.1-8b", "h200", "save_all", {"mesh": "fsdp=8"}, 12045461528, 45203206001),
-    ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=8"}, 12045461528, 27896969841),
-    ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=8", "segments": (8, 16, 24)}, 12045461528, 29960688365),
-    ("llama-3.2-1b", "h200", "offload_all", {"mesh": "fsdp=8", "layers": 8}, 1123933208, 13197826877),
-    ("llama-3.3-70b", "h200", "recompute_all", {"mesh": "fsdp=32", "rows": 64}, 26457779224, 82974207121),
+    ("llama-3.1-8b", "h200", "recompute_all", {"mesh": "fsdp=8"}, 12045461528, 26069970801),
+    ("llama-3.1-8b", "h200", "save_all", {"mesh": "fsdp=8"}, 12045461528, 43101991537),
+    ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=8", "segments": (8, 16, 24)}, 12045461528, 29382575085),
+    ("llama-3.2-1b", "h200", "offload_all", {"mesh": "fsdp=8", "layers": 8}, 1123933208, 11705314621),
+    ("llama-3.3-70b", "h200", "recompute_all", {"mesh": "fsdp=32", "rows": 64}, 26457779224, 78772562801),
     ("llama-3.1-8b", "h200", "offload_qkv", {"mesh": "fsdp=8", "rows": 32, "length": 2048, "accumulate": 4},
-     12045392361, 28295000000),
+     12045531160, 28032512625),
     ("deepseek-v2-lite", "h200", "recompute_all", {"mesh": "expert=8"}, 37331941400, 60155192205),
-    ("qwen3-30b-a3b", "gb200", "offload_mlp", {"mesh": "fsdp=2,expert=8"}, 22899299864, 53809087773),
-    ("deepseek-v3", "gb200", "recompute_all", {"mesh": "fsdp=16,expert=8"}, 63997299352, 148998174845),
+    ("qwen3-30b-a3b", "gb200", "offload_mlp", {"mesh": "fsdp=2,expert=8"}, 22899299864, 53809350173),
+    ("deepseek-v3", "gb200", "recompute_all", {"mesh": "fsdp=16,expert=8"}, 63997299352, 150115709053),
     ("deepseek-v3", "gb200", "recompute_all",
-     {"mesh": "fsdp=16,expert=8", "rows": 1024, "accumulate": 8, "rounds": 8}, 63997786776, 174614601877),
+     {"mesh": "fsdp=16,expert=8", "rows": 1024, "accumulate": 8, "rounds": 8}, 63997786776, 174472873621),
     ("llama-3.1-8b", "gb200", "recompute_all", {"mesh": "fsdp=4", "layers": 12, "length": 8192},
-     11004203032, 41805278065),
+     11004203032, 39704063601),
     ("llama-3.1-8b", "gb200", "offload_all", {"mesh": "fsdp=4", "layers": 12, "length": 8192},
-     11004203032, 44176084081),
+     11004203032, 44173069937),
     ("llama-3.1-8b", "h200", "recompute_all", {"mesh": "fsdp=4,tensor=2", "layers": 16, "length": 8192},
-     6811045912, 24116472433),
-    ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=16", "rows": 32, "layers": 8}, 2096819224, 24598280049),
+     6811045912, 24116604785),
+    ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=16", "rows": 32, "layers": 8}, 2096819224, 24598803825),
     ("deepseek-v2-lite", "gb200", "offload_all", {"mesh": "expert=8", "layers": 6}, 12029689880, 31915300237),
+    ("deepseek-v2-lite", "h200", "recompute_all", {"mesh": "fsdp=8", "layers": 6}, 5137088024, 14050689421),
+    ("deepseek-v2-lite", "h200", "offload_all", {"mesh": "fsdp=2,expert=8", "layers": 6}, 2568578840, 17774416013),
+    ("qwen3-30b-a3b", "h200", "recompute_all", {"mesh": "expert=8", "layers": 6}, 14282012696, 29809016605),
+    ("qwen3-30b-a3b", "h200", "offload_mlp", {"mesh": "fsdp=2,expert=8", "layers": 6, "rows": 32, "accumulate": 2},
+     3270948376, 24057933597),
+    ("deepseek-v3", "gb200", "save_all", {"mesh": "fsdp=16,expert=8", "layers": 5, "length": 2048},
+     5632170648, 68068691725),
+    ("mixtral-8x7b", "h200", "recompute_all", {"mesh": "expert=8", "layers": 4}, 13616795672, 29046924341),
+]
+# What is known to be further off, and why: where XLA's scheduler decides by how long it believes things to take.
+FURTHER = [
+    # the head's gradient is summed over devices before the loop over layers, where a GB200, or fewer layers, are after
+    ("llama-3.1-8b", "h200", "offload_all", {"mesh": "fsdp=8"}, 12045461528, 25948383857),
+    # attention's probabilities are computed again after the gradient of the scores
+    ("llama-3.2-1b", "h200", "save_all", {"mesh": "fsdp=8"}, 1853791256, 14096125501),
+    # attention's scores wait for the experts' backward pass
+    ("deepseek-v3", "h200", "offload_all", {"mesh": "fsdp=16,expert=8", "layers": 5}, 5632205464, 89570770605),
+    # what so few activations need is fetched when the step before is done with them
+    ("mixtral-8x7b", "gb200", "offload_mlp", {"mesh": "fsdp=2,expert=8", "layers": 4}, 4550491160, 21646884661),
 ]
 # fmt: on
 
@@ -270,6 +288,13 @@ def test_steps_that_were_compiled(model, target, placement, options, arguments, 
     found = step_of(model, target, placement, **options)
     assert found.arguments == pytest.approx(arguments, rel=2e-3)  # the batch isn't cut here
     assert found.device_bytes == pytest.approx(needed, rel=0.05)
+
+
+@pytest.mark.parametrize("model, target, placement, options, arguments, needed", FURTHER)
+def test_steps_that_are_further_off(model, target, placement, options, arguments, needed):
+    found = step_of(model, target, placement, **options)
+    assert found.arguments == pytest.approx(arguments, rel=2e-3)
+    assert needed <= found.device_bytes <= 1.13 * needed  # too much is said, if anything
 
 
 # fmt: off
@@ -426,6 +451,26 @@ def test_loops_that_read_the_same_fill_share_it():
     (fill,) = [b for b in lifetimes(program, []) if b.op.name == "broadcast_in_dim"]
     ends = [op.loop.end for op in program.ops if op.loop is not None]
     assert fill.bytes == SQUARE and fill.end == max(ends)
+
+
+def test_gradients_that_nothing_waits_for_come_after_a_loop_over_layers():
+    def step(ws, a, x):
+        gradient = jax.lax.fori_loop(0, 3, lambda i, total: total + a @ a, jnp.zeros((N, N)))
+        with jax.named_scope("transpose(stack)"):
+            y, stacked = jax.lax.scan(lambda y, w: (y @ w, y @ w), x, ws)
+        return 2 * gradient, stacked, y @ a
+
+    def ends(platform):
+        program = Buffers(jax.make_jaxpr(step)(square(3), square(), square()), [None] * 3, platform)
+        assert [op.time for op in program.ops] == list(range(len(program.ops)))
+        (of_layers,) = {op.loop.end for op in program.ops if op.kind == "stack"}
+        (of_gradient,) = {op.loop.end for op in program.ops if op.kind == "carry" and op.loop.end != of_layers}
+        return of_layers, of_gradient
+
+    of_layers, of_gradient = ends("cuda")
+    assert of_layers < of_gradient
+    of_layers, of_gradient = ends("tpu")
+    assert of_gradient < of_layers
 
 
 def test_a_chain_needs_what_the_compiler_says(gpu):

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
+from . import tpu_schedule as schedule
 from .buffers import Buffers
 from .kernels import writes_exponentials
 from .operations import SCATTERS, Op, cut_by_rows, is_fill, origin
-from .tpu_schedule import added, early, fetched_ahead, fetches, left, recomputed, summed_at, together
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -29,12 +29,17 @@ class Buffer:
     end: int
 
 
-def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
-    """The buffers of a program but for its arguments; results can take the place of those that are `donated`."""
+def lifetimes(program: Buffers, donated: list[Op], listed: bool = False, moves: bool | None = None) -> list[Buffer]:
+    """The buffers of a program but for its arguments; results can take the place of those that are `donated`.
+
+    For TPUs, `listed`: in the order of XLA's list scheduler rather than in that of its depth-first one; `moves`: with
+    what is done for transfers in loops, by default where there are any.
+    """
     ops = program.ops
     made = _made(program)
     tpu = program.platform == "tpu"
-    last, begins, inside = _uses(ops, made, tpu)
+    moves = schedule.fetches(ops) if moves is None else moves
+    last, begins, inside = _uses(ops, made, tpu, listed, moves)
     carries = {
         id(_root(op.inputs[0])): op.target
         for op in ops
@@ -44,12 +49,13 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
     read: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
     if tpu:
-        together(ops, made, begins, _root, _read)
-        for op in filter(fetched_ahead, ops):
-            if id(op) in last:
+        schedule.together(ops, made, begins, _root, _read)
+        for op in filter(schedule.fetched_ahead, ops):
+            if moves and id(op) in last:
                 begins[id(op)] = op.inner[0].begin
                 ahead.append(Buffer(op, op.bytes, op.inner[0].begin, op.inner[0].end))  # of the next step
-        early(ops, made, begins, _root, _read)
+        if moves:
+            schedule.early(ops, made, begins, _root, _read)
     else:
         read = _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
@@ -119,10 +125,12 @@ def _made(program: Buffers) -> set[int]:
             for source in op.inputs:
                 if _root(source).loops != op.loops and not is_fill(source) and not sinks(source):
                     ask(source)
-    return made - added(program.ops, _root) if tpu else made
+    return made - schedule.added(program.ops, _root) - schedule.taken_in(program.ops, _root) if tpu else made
 
 
-def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+def _uses(
+    ops: list[Op], made: set[int], tpu: bool, listed: bool, moves: bool
+) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """For each value the last place where it is read, through all that is fused or is its alias; and of what isn't
     made in the order of the program the place where it is.
     """
@@ -131,8 +139,8 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
     begins: dict[int, int] = {}
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
     work = len(ops)  # where the next matrix product outside loops is, that a sum over devices can run beside
-    moves, summed = fetches(ops), summed_at(ops)
-    later = left(ops, made, _root) if tpu and moves else set()
+    summed = schedule.summed_at(ops)
+    later = schedule.left(ops, made, _root) if tpu and moves else set()
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:
@@ -169,7 +177,7 @@ def _uses(ops: list[Op], made: set[int], tpu: bool) -> tuple[dict[int, int], dic
             early, time = first[id(op)], last[id(op)]
         elif tpu and id(op) in summed:
             early = time = begins[id(op)] = summed[id(op)]
-        elif (_waits_on_tpu(op, moves) or id(op) in later) if tpu else _waits(op, made):
+        elif (_waits_on_tpu(op, moves, listed) or id(op) in later) if tpu else _waits(op, made):
             late = first[id(op)] - 1
             if not tpu and op.kind == "collective" and op.inputs and op.bytes < op.inputs[0].bytes and not op.inner:
                 late = min(late, work)
@@ -196,19 +204,19 @@ def _waits(op: Op, made: set[int]) -> bool:
     )
 
 
-def _waits_on_tpu(op: Op, moves: bool) -> bool:
+def _waits_on_tpu(op: Op, moves: bool, listed: bool) -> bool:
     """As `_waits`. `moves`: whether a loop's steps read what waits on the host.
 
     XLA for TPUs then has its first step before it, which a collective runs beside, and leaves the gradients of single
     layers until after it. Otherwise it sums gradients at once but for those that a loop leaves, such as a head's: so
-    they lie in the depth-first order of a program. (It takes one of two orders, by the memory that it expects: the
-    other one, seldom taken, sums them at once too.)
+    they lie in the depth-first order of a program. Its list scheduler sums them at once too.
     """
-    if recomputed(op) or (op.kind == "fused" and is_fill(op)):
+    if schedule.recomputed(op) or (op.kind == "fused" and is_fill(op)):
         return True
     if op.kind == "collective":
         if op.name in SCATTERS and not op.inner:
-            return moves != (_root(op.inputs[0]).kind == "carry")
+            waits = _root(op.inputs[0]).kind != "carry" if moves else schedule.handed_on(op.inputs[0])
+            return waits and not listed
         return not op.inner and not moves
     # The gradients of a layer outside of loops, for which the optimizer waits.
     return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")

@@ -63,6 +63,34 @@ def added(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
     return {id(op) for op, by in only if len(by) == 1 and by[0].kind == "fused" and by[0].name in ("add", "add_any")}
 
 
+def taken_in(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
+    """What only the kernel of a matrix product reads, which computes it on the way, by id: softmax's result.
+
+    - `root`: what an operation is another name of.
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for source in op.inputs if op.kind != "alias" else ():
+            readers.setdefault(id(root(source)), []).append(op)
+    found = ((op, readers.get(id(op), [])) for op in ops if op.kind == "fused" and "attention" in op.stack)
+    return {id(op) for op, by in found if len(by) == 1 and by[0].name == "dot_general"}
+
+
+def handed_on(op: Op) -> bool:
+    """Whether a value is there when the depth-first order comes by, though only the optimizer needs it.
+
+    So is what a loop leaves, and a product of experts: these follow each other in the order of the program.
+    """
+    todo = [op]
+    while todo:
+        op = todo.pop()
+        if op.kind == "carry" or op.name == "ragged_dot_general":
+            return True
+        if op.kind in ("fused", "alias"):
+            todo.extend(op.inputs)
+    return False
+
+
 def summed_at(ops: list[Op]) -> dict[int, int]:
     """Where the sums over devices in a loop's step run, by id: all of them where the last one does, combined."""
     last = {op.loops: op.time for op in ops if op.inner and op.name in SCATTERS}

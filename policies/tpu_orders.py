@@ -15,8 +15,8 @@ from .tpu_schedule import fetches
 def expected(buffers: Sequence[Buffer], ops: list[Op], listed: bool) -> int:
     """The bytes that XLA expects a program's buffers to take at most, by which it takes one order or the other.
 
-    The list scheduler runs whatever takes least first: so what needs no loop's result, such as filling in what gradients
-    are added to, comes before the first loop that takes more.
+    The list scheduler runs whatever takes least first: so what needs no loop's result, such as filling in what
+    gradients are added to, comes before the first loop that takes more.
 
     A loop's carries and stacks are expected to be there twice where it begins and ends, and one of them in its steps;
     and what is on the host as if it weren't.

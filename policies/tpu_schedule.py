@@ -91,10 +91,17 @@ def handed_on(op: Op) -> bool:
     return False
 
 
+def sums(op: Op) -> bool:
+    """Whether it adds up, over devices, products of which each device has a part, and leaves each a part of the sum."""
+    if op.name == "sharding_constraint" and op.kind == "collective":
+        return op.inputs[0].partial and op.bytes < op.inputs[0].bytes
+    return op.name in SCATTERS
+
+
 def summed_at(ops: list[Op]) -> dict[int, int]:
     """Where the sums over devices in a loop's step run, by id: all of them where the last one does, combined."""
-    last = {op.loops: op.time for op in ops if op.inner and op.name in SCATTERS}
-    return {id(op): last[op.loops] for op in ops if op.inner and op.name in SCATTERS}
+    last = {op.loops: op.time for op in ops if op.inner and sums(op)}
+    return {id(op): last[op.loops] for op in ops if op.inner and sums(op)}
 
 
 def early(

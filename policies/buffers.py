@@ -18,6 +18,7 @@ from .operations import (
     Loop,
     Op,
     branch_of,
+    gather_once,
     holds_layers,
     is_fill,
     label_of,
@@ -66,6 +67,8 @@ class Buffers:
         self.arguments = [self._argument(v.aval, s) for v, s in zip(jaxpr.invars, shardings, strict=True)]
         consts = [self._op("constant", v.aval, whole(v.aval)) for v in jaxpr.constvars]
         outputs = self._run(jaxpr, consts, self.arguments, "")
+        if platform == "tpu":
+            gather_once(self.ops)
         if writes_exponentials(capability):
             write_exponentials(self.ops)
         self.results = [self._op("result", op.aval, op.cuts, (op,)) for op in outputs]

@@ -155,6 +155,7 @@ def _uses(
                 return max(time, loop.end), min(early, loop.begin)
         return time, early
 
+    larger: dict[tuple, list[tuple[int, int]]] = {}  # by loops, when its products are made and their sizes
     beside: dict[tuple, int] = {}  # by loops, where the next collective is that a step's other work waits for
     ends: dict[tuple, int] = {}  # by loops, where a step begins to hand on what it made
     for op in reversed(ops):
@@ -184,8 +185,14 @@ def _uses(
             if op.kind == "hard" and op.inner and not tpu:
                 late = min(late, beside.get(op.loops, late))
             early = time = begins[id(op)] = max(late, time)
+        elif listed and op.partial and op.inner and op.kind == "hard":
+            # What takes less comes first, and what frees memory before that.
+            late = next((time for time, size in larger.get(op.loops, []) if size > op.bytes), first[id(op)]) - 1
+            early = time = begins[id(op)] = max(late, time)
         if op.partial and op.inner and first[id(op)] < ends.get(op.loops, 0):
             beside[op.loops] = op.time
+        if listed and op.kind == "hard" and op.inner:
+            larger.setdefault(op.loops, []).insert(0, (time, op.bytes))
         if op.kind == "hard" and op.name == "dot_general" and not op.loops and not op.outside:
             work = op.time
         for source in op.inputs:

@@ -62,6 +62,8 @@ def lifetimes(program: Buffers, donated: list[Op], listed: bool = False, moves: 
         waiting = _wait_for_the_host(ops, begins, last)
     taken = _in_place_results(program, donated)
     buffers: dict[int, Buffer] = {}
+    whole = schedule.whole(ops) if tpu else {}
+    apart = schedule.shifted(ops, _root) if tpu else set()
 
     def buffer_of(op: Op) -> Buffer | None:
         while op.kind == "alias":
@@ -78,7 +80,7 @@ def lifetimes(program: Buffers, donated: list[Op], listed: bool = False, moves: 
         if end < 0:
             continue
         begin = begins.get(id(op), op.time)
-        shared = _shares(op, begin, buffer_of, tpu)
+        shared = None if id(op) in apart else _shares(op, begin, buffer_of, tpu)
         carry = carries.get(id(op))
         if carry is not None and id(carry) in buffers and carry.loop in op.loops and inside.get(id(carry), -1) <= begin:
             shared = buffers[id(carry)]  # a loop's step leaves its result where it found what it began with
@@ -86,7 +88,7 @@ def lifetimes(program: Buffers, donated: list[Op], listed: bool = False, moves: 
             shared.end = max(shared.end, end)
             buffers[id(op)] = shared
             continue
-        buffers[id(op)] = buffer = Buffer(op, op.bytes, begin, max(begin, end))
+        buffers[id(op)] = buffer = Buffer(op, whole.get(id(op), op.bytes), begin, max(begin, end))
         found.append(buffer)
         if id(op) in read:
             found.append(Buffer(op, op.bytes, begin, read[id(op)]))
@@ -125,7 +127,10 @@ def _made(program: Buffers) -> set[int]:
             for source in op.inputs:
                 if _root(source).loops != op.loops and not is_fill(source) and not sinks(source):
                     ask(source)
-    return made - schedule.added(program.ops, _root) - schedule.taken_in(program.ops, _root) if tpu else made
+    if not tpu:
+        return made
+    fused = schedule.added(program.ops, _root) | schedule.taken_in(program.ops, _root)
+    return (made - fused) | schedule.shifted(program.ops, _root)
 
 
 def _uses(

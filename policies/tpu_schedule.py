@@ -76,6 +76,44 @@ def taken_in(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
     return {id(op) for op, by in found if len(by) == 1 and by[0].name == "dot_general"}
 
 
+def shifted(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
+    """Scores less their rows' maxima, by id, that are in memory beside the scores: where a device has several sequences.
+
+    With one, the kernel of the product finds the maxima as it goes.
+    """
+    found = set()
+    for op in ops:
+        if op.name == "exp" and "attention" in op.stack:
+            less = root(op.inputs[0])
+            shape = local_shape(less.aval, less.cuts)
+            if less.name == "sub" and len(shape) > 3 and shape[0] > 1:
+                found.add(id(less))
+    return found
+
+
+def whole(ops: list[Op]) -> dict[int, int]:
+    """The bytes of gradients, by the id of their sum over devices, that stay whole until another one is added to them.
+
+    Sums over 8 and more devices are all-reduced, in bfloat16, and each device's part is taken where it is read. That is
+    at once but where a head's weight is the embedding's too, whose gradient comes last.
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for source in op.inputs:
+            readers.setdefault(id(source), []).append(op)
+    found = {}
+    for op in ops:
+        if op.name not in SCATTERS or op.inner or op.inputs[0].bytes < 8 * op.bytes:
+            continue
+        by = readers.get(id(op), [])
+        while len(by) == 1 and by[0].kind in ("alias", "fused") and len(by[0].inputs) == 1:
+            by = readers.get(id(by[0]), [])
+        if len(by) == 1 and by[0].name in ("add", "add_any"):
+            source = op.inputs[0]
+            found[id(op)] = source.bytes * 2 // source.aval.dtype.itemsize
+    return found
+
+
 def handed_on(op: Op) -> bool:
     """Whether a value is there when the depth-first order comes by, though only the optimizer needs it.
 

@@ -161,6 +161,7 @@ def _uses(
         return time, early
 
     larger: dict[tuple, list[tuple[int, int]]] = {}  # by loops, when its products are made and their sizes
+    turns: dict[int, int] = {}
     beside: dict[tuple, int] = {}  # by loops, where the next collective is that a step's other work waits for
     ends: dict[tuple, int] = {}  # by loops, where a step begins to hand on what it made
     for op in reversed(ops):
@@ -182,7 +183,12 @@ def _uses(
         if id(op) not in made or op.kind == "alias":
             early, time = first[id(op)], last[id(op)]
         elif tpu and id(op) in summed:
-            early = time = begins[id(op)] = summed[id(op)]
+            if listed:  # one after the other, where what takes more follows
+                late = next((begin for begin, size in larger.get(op.loops, []) if size > op.inputs[0].bytes), time)
+                turn = turns[late] = turns.get(late, 0) + 3
+                early = time = begins[id(op)] = max(late - turn, time)
+            else:
+                early = time = begins[id(op)] = summed[id(op)]
         elif (_waits_on_tpu(op, moves, listed) or id(op) in later) if tpu else _waits(op, made):
             late = first[id(op)] - 1
             if not tpu and op.kind == "collective" and op.inputs and op.bytes < op.inputs[0].bytes and not op.inner:
@@ -190,10 +196,8 @@ def _uses(
             if op.kind == "hard" and op.inner and not tpu:
                 late = min(late, beside.get(op.loops, late))
             early = time = begins[id(op)] = max(late, time)
-        elif listed and op.partial and op.inner and op.kind == "hard":
-            # What takes less comes first, and what frees memory before that.
-            late = next((time for time, size in larger.get(op.loops, []) if size > op.bytes), first[id(op)]) - 1
-            early = time = begins[id(op)] = max(late, time)
+        elif listed and op.inner and op.partial and op.kind == "hard":
+            early = time = begins[id(op)] = max(first[id(op)] - 1, time)
         if op.partial and op.inner and first[id(op)] < ends.get(op.loops, 0):
             beside[op.loops] = op.time
         if listed and op.kind == "hard" and op.inner:

@@ -145,7 +145,7 @@ def _uses(
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
     work = len(ops)  # where the next matrix product outside loops is, that a sum over devices can run beside
     summed = schedule.summed_at(ops)
-    later = schedule.left(ops, made, _root) if tpu and moves else set()
+    later = schedule.left(ops, made, _root) if tpu and moves and not listed else set()
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:

@@ -14,7 +14,7 @@ from typing import Any
 from .buffers import Buffers
 from .lifetimes import Buffer, lifetimes
 from .operations import Op
-from .tpu_orders import expected
+from .tpu_orders import taken
 
 _LISTED = 12
 _SMALL = 2**-12  # buffers of a smaller part of the peak than this are added up, not placed
@@ -78,18 +78,9 @@ def footprint(
     program = Buffers(closed, shardings, platform, capability, spread)
     given = range(donated) if isinstance(donated, int) else donated
     arguments = sum(op.bytes for op in program.arguments if not op.host)
-    buffers = _taken(program, [program.arguments[i] for i in given])
+    order = taken if platform == "tpu" else lifetimes
+    buffers = order(program, [program.arguments[i] for i in given])
     return _packed(program, buffers, arguments)
-
-
-def _taken(program: Buffers, donated: list[Op]) -> list[Buffer]:
-    """The buffers of a program in the order that XLA takes: on TPUs that of two which it expects to need less."""
-    if program.platform != "tpu":
-        return lifetimes(program, donated)
-    plain, listed = (
-        expected(lifetimes(program, donated, listed, moves=False), program.ops, listed) for listed in (False, True)
-    )
-    return lifetimes(program, donated, listed=listed < plain)
 
 
 # ---- the heap

@@ -7,9 +7,24 @@ chooses by: without a heap's gaps, and with what is another name of a buffer as 
 import itertools
 from collections.abc import Sequence
 
-from .lifetimes import Buffer
+from .buffers import Buffers
+from .lifetimes import Buffer, lifetimes
 from .operations import Op, is_fill, origin
 from .tpu_schedule import fetches
+
+
+def taken(program: Buffers, donated: list[Op]) -> list[Buffer]:
+    """A program's buffers in the order that XLA expects to need less memory; `donated` as for `lifetimes`."""
+    plain, listed = (
+        expected(lifetimes(program, donated, listed, moves=False), program.ops, listed) for listed in (False, True)
+    )
+    found = lifetimes(program, donated, listed=listed < plain)
+    if listed < plain:
+        early = _begun_early(found, program.ops)
+        for buffer in found:
+            if buffer.op.kind in ("carry", "collective"):  # what is only filled in is filled in late again
+                buffer.begin = min(buffer.begin, early.get(id(buffer), buffer.begin))
+    return found
 
 
 def expected(buffers: Sequence[Buffer], ops: list[Op], listed: bool) -> int:
@@ -35,6 +50,11 @@ def expected(buffers: Sequence[Buffer], ops: list[Op], listed: bool) -> int:
         spans += [(loop.begin, loop.begin, size), (loop.end, loop.end, size)]
         spans += [(loop.begin, read.get(id(op), loop.end), op.bytes) for op in state if op.kind == "stack" and op.host]
     spans += [(op.time, op.time, op.target.bytes) for op in ops if op.kind == "yield"]
+    if listed and fetches(ops) and (first := next((op.inner[0] for op in ops if op.inner), None)) is not None:
+        # A loop that moves values has its first step before it, whose weights are gathered first of all.
+        gathers = [op for op in ops if op.inner and op.inner[0] is first and op.kind == "collective"]
+        size = sum(op.bytes for op in gathers if op.bytes > op.inputs[0].bytes)
+        spans.append((first.begin, first.begin, size))
     return _highest(spans, len(ops))
 
 

@@ -19,12 +19,26 @@ def taken(program: Buffers, donated: list[Op]) -> list[Buffer]:
         expected(lifetimes(program, donated, listed, moves=False), program.ops, listed) for listed in (False, True)
     )
     found = lifetimes(program, donated, listed=listed < plain)
-    if listed < plain:
+    if listed < plain and not fetches(program.ops):
         early = _begun_early(found, program.ops)
         for buffer in found:
             if buffer.op.kind in ("carry", "collective"):  # what is only filled in is filled in late again
                 buffer.begin = min(buffer.begin, early.get(id(buffer), buffer.begin))
+        _gather_first(found)
     return found
+
+
+def _gather_first(buffers: Sequence[Buffer]) -> None:
+    """Has weights gathered in a loop's steps before products that take more, as the list scheduler does."""
+    made: dict[tuple, list[Buffer]] = {}  # by loops, the results of products
+    for buffer in buffers:
+        if buffer.op.inner and buffer.op.kind == "hard":
+            made.setdefault(buffer.op.loops, []).append(buffer)
+    for buffer in buffers:
+        op = buffer.op
+        if op.inner and op.kind == "collective" and op.bytes > op.inputs[0].bytes:
+            larger = [other.begin - 1 for other in made.get(op.loops, ()) if other.bytes > buffer.bytes]
+            buffer.begin = min([buffer.begin, *larger])
 
 
 def expected(buffers: Sequence[Buffer], ops: list[Op], listed: bool) -> int:

@@ -233,7 +233,8 @@ def step_of(model, target, placement, **options):
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((state, batch))]
     place = find_target(target)
     spread = hardware(target).scale_up_devices < layout.mesh.size
-    where = {"platform": place.platform, "capability": place.capability, "spread": spread}
+    where = {"platform": place.platform, "capability": place.capability, "spread": spread,
+             "capacity": place.device_bytes}
     return footprint(step.trace(state, batch), shardings, **where, donated=len(jax.tree.leaves(state)))
 
 

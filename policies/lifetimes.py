@@ -48,8 +48,10 @@ def lifetimes(program: Buffers, donated: list[Op], listed: bool = False, moves: 
     ahead: list[Buffer] = []
     read: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
+    apart: set[int] = set()
     if tpu:
         schedule.together(ops, made, begins, _root, _read)
+        apart = schedule.shifted(ops, _root) | schedule.masked(ops, made, begins, last, _root)
         for op in filter(schedule.fetched_ahead, ops):
             if moves and id(op) in last:
                 begins[id(op)] = op.inner[0].begin
@@ -63,7 +65,6 @@ def lifetimes(program: Buffers, donated: list[Op], listed: bool = False, moves: 
     taken = _in_place_results(program, donated)
     buffers: dict[int, Buffer] = {}
     whole = schedule.whole(ops) if tpu else {}
-    apart = schedule.shifted(ops, _root) if tpu else set()
 
     def buffer_of(op: Op) -> Buffer | None:
         while op.kind == "alias":

@@ -77,7 +77,7 @@ def taken_in(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
 
 
 def shifted(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
-    """Scores less their rows' maxima, by id, that are in memory beside the scores: where a device has several sequences.
+    """Scores less their rows' maxima, by id, that are in memory beside the scores: where a device has some sequences.
 
     With one, the kernel of the product finds the maxima as it goes.
     """
@@ -89,6 +89,43 @@ def shifted(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
             if less.name == "sub" and len(shape) > 3 and shape[0] > 1:
                 found.add(id(less))
     return found
+
+
+def masked(
+    ops: list[Op], made: set[int], begins: dict[int, int], last: dict[int, int], root: Callable[[Op], Op]
+) -> set[int]:
+    """What grouped products read that rows of no group are masked from, by id: copies beside what they are of.
+
+    One kernel makes all of a shape in a step, each once, where the last of what it reads is there; put into `begins`,
+    and into `last` where that is read last for several products.
+    """
+    read = {id(root(source)) for op in ops if op.name == "ragged_dot_general" for source in op.inputs}
+    groups: dict[tuple, list[tuple[Op, Op]]] = {}
+    for op in ops:
+        if op.name == "select_n" and op.inner and id(op) in made and id(op) in read:
+            for source in map(root, op.inputs):
+                stays = source.name == "gather" or source.kind == "copy"
+                if stays and id(source) in made and source.bytes == op.bytes and source.loops == op.loops:
+                    groups.setdefault((op.loops, local_shape(op.aval, op.cuts)), []).append((op, source))
+    for pairs in groups.values():
+        first: dict[int, Op] = {}
+        for op, source in pairs:
+            same = first.setdefault(id(source), op)
+            if same is not op and id(op) in last:
+                made.discard(id(op))
+                last[id(same)] = max(last.get(id(same), -1), last[id(op)])
+        shape = local_shape(pairs[0][0].aval, pairs[0][0].cuts)
+        others = [
+            begins.get(id(root(op)), root(op).time)
+            for op in ops
+            if op.name == "select_n" and op.loops == pairs[0][0].loops and local_shape(op.aval, op.cuts) == shape
+            for op in op.inputs
+            if id(root(op)) in made and root(op).kind == "fused" and local_shape(root(op).aval, root(op).cuts) == shape
+        ]
+        ready = max(others)
+        for op, _ in pairs:
+            begins[id(op)] = min(begins.get(id(op), op.time), ready)
+    return {id(op) for pairs in groups.values() for op, _ in pairs}
 
 
 def whole(ops: list[Op]) -> dict[int, int]:

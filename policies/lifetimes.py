@@ -13,7 +13,7 @@ from typing import Any
 from . import tpu_schedule as schedule
 from .buffers import Buffers
 from .kernels import writes_exponentials
-from .operations import SCATTERS, Op, cut_by_rows, is_fill, origin
+from .operations import Op, cut_by_rows, is_fill, origin
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -190,7 +190,7 @@ def _uses(
                 early = time = begins[id(op)] = max(late - turn, time)
             else:
                 early = time = begins[id(op)] = summed[id(op)]
-        elif (_waits_on_tpu(op, moves, listed) or id(op) in later) if tpu else _waits(op, made):
+        elif (schedule.waits(op, moves, listed, _root) or id(op) in later) if tpu else _waits(op, made):
             late = first[id(op)] - 1
             if not tpu and op.kind == "collective" and op.inputs and op.bytes < op.inputs[0].bytes and not op.inner:
                 late = min(late, work)
@@ -219,24 +219,6 @@ def _waits(op: Op, made: set[int]) -> bool:
         and bool(op.inner)
         and op.bytes >= max((s.bytes for s in _read(op) if id(s) in made), default=0)
     )
-
-
-def _waits_on_tpu(op: Op, moves: bool, listed: bool) -> bool:
-    """As `_waits`. `moves`: whether a loop's steps read what waits on the host.
-
-    XLA for TPUs then has its first step before it, which a collective runs beside, and leaves the gradients of single
-    layers until after it. Otherwise it sums gradients at once but for those that a loop leaves, such as a head's: so
-    they lie in the depth-first order of a program. Its list scheduler sums them at once too.
-    """
-    if schedule.recomputed(op) or (op.kind == "fused" and is_fill(op)):
-        return True
-    if op.kind == "collective":
-        if op.name in SCATTERS and not op.inner:
-            waits = _root(op.inputs[0]).kind != "carry" if moves else schedule.handed_on(op.inputs[0])
-            return waits and not listed
-        return not op.inner and not moves
-    # The gradients of a layer outside of loops, for which the optimizer waits.
-    return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")
 
 
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> dict[int, int]:

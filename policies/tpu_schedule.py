@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from .local_sizes import local_shape
-from .operations import SCATTERS, Op
+from .operations import SCATTERS, Op, is_fill
 
 
 def fetches(ops: list[Op]) -> bool:
@@ -238,3 +238,21 @@ def together(
             begins[id(op)] = begin
         for key in keys:
             kernels.setdefault(key, []).append(begin)
+
+
+def waits(op: Op, moves: bool, listed: bool, root: Callable[[Op], Op]) -> bool:
+    """Whether XLA puts an operation where its result is needed, past whole loops.
+
+    `moves`: whether a loop's steps read what waits on the host. XLA for TPUs then has its first step before it, which a collective runs beside, and leaves the gradients of single
+    layers until after it. Otherwise it sums gradients at once but for those that a loop leaves, such as a head's: so
+    they lie in the depth-first order of a program. Its list scheduler sums them at once too.
+    """
+    if recomputed(op) or (op.kind == "fused" and is_fill(op)):
+        return True
+    if op.kind == "collective":
+        if op.name in SCATTERS and not op.inner:
+            waits = root(op.inputs[0]).kind != "carry" if moves else handed_on(op.inputs[0])
+            return waits and not listed
+        return not op.inner and not moves
+    # The gradients of a layer outside of loops, for which the optimizer waits.
+    return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")

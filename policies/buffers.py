@@ -19,6 +19,7 @@ from .operations import (
     Loop,
     Op,
     branch_of,
+    gather_once,
     holds_layers,
     is_fill,
     label_of,
@@ -68,7 +69,9 @@ class Buffers:
         self.arguments = [self._argument(v.aval, s) for v, s in zip(jaxpr.invars, shardings, strict=True)]
         consts = [self._op("constant", v.aval, whole(v.aval)) for v in jaxpr.constvars]
         outputs = self._run(jaxpr, consts, self.arguments, "")
-        if platform != "tpu":
+        if platform == "tpu":
+            gather_once(self.ops)
+        else:
             self.ops = defer(self.ops)
         if writes_exponentials(capability):
             write_exponentials(self.ops)

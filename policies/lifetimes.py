@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
+from . import tpu_schedule as schedule
 from .buffers import Buffers
 from .gpu_schedule import filled_for_loops, gathered_for_loops, root_of, slow_exchanges, tied
 from .kernels import writes_exponentials
-from .operations import SCATTERS, Op, cut_by_rows, is_fill, origin
-from .tpu_schedule import added, early, fetched_ahead, fetches, left, recomputed, summed_at, together
+from .operations import Op, cut_by_rows, is_fill, origin
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -30,12 +30,17 @@ class Buffer:
     end: int
 
 
-def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
-    """The buffers of a program but for its arguments; results can take the place of those that are `donated`."""
+def lifetimes(program: Buffers, donated: list[Op], listed: bool = False, moves: bool | None = None) -> list[Buffer]:
+    """The buffers of a program but for its arguments; results can take the place of those that are `donated`.
+
+    For TPUs, `listed`: in the order of XLA's list scheduler rather than in that of its depth-first one; `moves`: with
+    what is done for transfers in loops, by default where there are any.
+    """
     ops = program.ops
     made = _made(program)
     tpu = program.platform == "tpu"
-    last, begins, inside = _uses(ops, made, tpu, {} if tpu else slow_exchanges(program))
+    moves = schedule.fetches(ops) if moves is None else moves
+    last, begins, inside = _uses(ops, made, tpu, listed, moves, {} if tpu else slow_exchanges(program))
     carries = {
         id(root_of(op.inputs[0])): op.target
         for op in ops
@@ -44,19 +49,23 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
     ahead: list[Buffer] = []
     read: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
+    apart: set[int] = set()
     if tpu:
-        together(ops, made, begins, root_of, _read)
-        for op in filter(fetched_ahead, ops):
-            if id(op) in last:
+        schedule.together(ops, made, begins, root_of, _read)
+        apart = schedule.shifted(ops, root_of) | schedule.masked(ops, made, begins, last, root_of)
+        for op in filter(schedule.fetched_ahead, ops):
+            if moves and id(op) in last:
                 begins[id(op)] = op.inner[0].begin
                 ahead.append(Buffer(op, op.bytes, op.inner[0].begin, op.inner[0].end))  # of the next step
-        early(ops, made, begins, root_of, _read)
+        if moves:
+            schedule.early(ops, made, begins, root_of, _read)
     else:
         read = _begin_early(program, made, begins, last)
         _keep_fills(program, made, last)
         waiting = _wait_for_the_host(ops, begins, last)
     taken = _in_place_results(program, donated)
     buffers: dict[int, Buffer] = {}
+    whole = schedule.whole(ops) if tpu else {}
 
     def buffer_of(op: Op) -> Buffer | None:
         while op.kind == "alias":
@@ -73,7 +82,7 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
         if end < 0:
             continue
         begin = begins.get(id(op), op.time)
-        shared = _shares(op, begin, buffer_of, tpu)
+        shared = None if id(op) in apart else _shares(op, begin, buffer_of, tpu)
         carry = carries.get(id(op))
         if carry is not None and id(carry) in buffers and carry.loop in op.loops and inside.get(id(carry), -1) <= begin:
             shared = buffers[id(carry)]  # a loop's step leaves its result where it found what it began with
@@ -81,7 +90,7 @@ def lifetimes(program: Buffers, donated: list[Op]) -> list[Buffer]:
             shared.end = max(shared.end, end)
             buffers[id(op)] = shared
             continue
-        buffers[id(op)] = buffer = Buffer(op, op.bytes, begin, max(begin, end))
+        buffers[id(op)] = buffer = Buffer(op, whole.get(id(op), op.bytes), begin, max(begin, end))
         found.append(buffer)
         if id(op) in read:
             found.append(Buffer(op, op.bytes, begin, read[id(op)]))
@@ -114,11 +123,14 @@ def _made(program: Buffers) -> set[int]:
             for source in op.inputs:
                 if root_of(source).loops != op.loops and not is_fill(source) and not sinks(source):
                     ask(source)
-    return made - added(program.ops, root_of) if tpu else made
+    if not tpu:
+        return made
+    fused = schedule.added(program.ops, root_of) | schedule.taken_in(program.ops, root_of)
+    return (made - fused) | schedule.shifted(program.ops, root_of)
 
 
 def _uses(
-    ops: list[Op], made: set[int], tpu: bool, exchanges: dict[tuple, int]
+    ops: list[Op], made: set[int], tpu: bool, listed: bool, moves: bool, exchanges: dict[tuple, int]
 ) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """For each value the last place where it is read, through all that is fused or is its alias; and of what isn't
     made in the order of the program the place where it is.
@@ -130,8 +142,8 @@ def _uses(
     begins: dict[int, int] = {}
     inside: dict[int, int] = {}  # of carries: the last place in a loop's step where what came in is read
     work = len(ops)  # where the next matrix product outside loops is, that a sum over devices can run beside
-    moves, summed = fetches(ops), summed_at(ops)
-    later = left(ops, made, root_of) if tpu and moves else set()
+    summed = schedule.summed_at(ops)
+    later = schedule.left(ops, made, root_of) if tpu and moves and not listed else set()
 
     def use(op: Op, time: int, early: int | None = None) -> None:
         if op.loop is not None and time < op.loop.end:
@@ -146,6 +158,8 @@ def _uses(
                 return max(time, loop.end), min(early, loop.begin)
         return time, early
 
+    larger: dict[tuple, list[tuple[int, int]]] = {}  # by loops, when its products are made and their sizes
+    turns: dict[int, int] = {}
     beside: dict[tuple, int] = {}  # by loops, where the next collective is that a step's other work waits for
     ends: dict[tuple, int] = {}  # by loops, where a step begins to hand on what it made
     for op in reversed(ops):
@@ -167,20 +181,29 @@ def _uses(
         if id(op) not in made or op.kind == "alias":
             early, time = first[id(op)], last[id(op)]
         elif tpu and id(op) in summed:
-            early = time = begins[id(op)] = summed[id(op)]
-        elif (_waits_on_tpu(op, moves) or id(op) in later) if tpu else _waits(op, made):
+            if listed:  # one after the other, where what takes more follows
+                late = next((begin for begin, size in larger.get(op.loops, []) if size > op.inputs[0].bytes), time)
+                turn = turns[late] = turns.get(late, 0) + 3
+                early = time = begins[id(op)] = max(late - turn, time)
+            else:
+                early = time = begins[id(op)] = summed[id(op)]
+        elif (schedule.waits(op, moves, listed, root_of) or id(op) in later) if tpu else _waits(op, made):
             late = first[id(op)] - 1
             if not tpu and op.kind == "collective" and op.inputs and op.bytes < op.inputs[0].bytes and not op.inner:
                 late = min(late, work)
             if op.kind == "hard" and op.inner and not tpu:
                 late = min(late, beside.get(op.loops, late))
             early = time = begins[id(op)] = max(late, time)
+        elif listed and op.inner and op.partial and op.kind == "hard":
+            early = time = begins[id(op)] = max(first[id(op)] - 1, time)
         exchange = exchanges.get(op.loops, -1)
-        if op.kind in ("fused", "hard", "reduce") and id(op) in made and recomputed(op):
+        if op.kind in ("fused", "hard", "reduce") and id(op) in made and schedule.recomputed(op):
             if time < exchange <= first[id(op)]:
                 early = time = begins[id(op)] = exchange
         if op.partial and op.inner and first[id(op)] < ends.get(op.loops, 0):
             beside[op.loops] = op.time
+        if listed and op.kind == "hard" and op.inner:
+            larger.setdefault(op.loops, []).insert(0, (time, op.bytes))
         if op.kind == "hard" and op.name == "dot_general" and not op.loops and not op.outside:
             work = op.time
         for source in op.inputs:
@@ -197,24 +220,6 @@ def _waits(op: Op, made: set[int]) -> bool:
         and bool(op.inner)
         and op.bytes >= max((s.bytes for s in _read(op) if id(s) in made), default=0)
     )
-
-
-def _waits_on_tpu(op: Op, moves: bool) -> bool:
-    """As `_waits`. `moves`: whether a loop's steps read what waits on the host.
-
-    XLA for TPUs then has its first step before it, which a collective runs beside, and leaves the gradients of single
-    layers until after it. Otherwise it sums gradients at once but for those that a loop leaves, such as a head's: so
-    they lie in the depth-first order of a program. (It takes one of two orders, by the memory that it expects: the
-    other one, seldom taken, sums them at once too.)
-    """
-    if recomputed(op) or (op.kind == "fused" and is_fill(op)):
-        return True
-    if op.kind == "collective":
-        if op.name in SCATTERS and not op.inner:
-            return moves != (root_of(op.inputs[0]).kind == "carry")
-        return not op.inner and not moves
-    # The gradients of a layer outside of loops, for which the optimizer waits.
-    return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")
 
 
 def _begin_early(program: Buffers, made: set[int], begins: dict[int, int], last: dict[int, int]) -> dict[int, int]:

@@ -14,8 +14,10 @@ from typing import Any
 from .buffers import Buffers
 from .lifetimes import Buffer, lifetimes
 from .operations import Op
+from .tpu_orders import taken
 
 _LISTED = 12
+_KEPT_FREE = 5 * 2**29  # bytes of a TPU that a heap in the order of the program leaves free
 _SMALL = 2**-12  # buffers of a smaller part of the peak than this are added up, not placed
 
 
@@ -61,6 +63,7 @@ def footprint(
     platform: str,
     capability: tuple[int, int] | None = None,
     spread: bool = False,
+    capacity: int | None = None,
     donated: int | Collection[int] = (),
 ) -> Footprint:
     """What a program needs, by its jaxpr.
@@ -72,19 +75,22 @@ def footprint(
     - `platform`: `"cuda"` or `"tpu"`.
     - `capability`: a GPU's compute capability, where it is known: which kernels there are depends on it.
     - `spread`: whether the devices are more than one fast network (NVLink's domain) has.
+    - `capacity`: bytes of a TPU's memory, where they are known: how buffers are placed near it depends on them.
     - `donated`: the inputs whose memory results can take: the first so many, or their positions.
     """
     program = Buffers(closed, shardings, platform, capability, spread)
     given = range(donated) if isinstance(donated, int) else donated
     arguments = sum(op.bytes for op in program.arguments if not op.host)
-    buffers = lifetimes(program, [program.arguments[i] for i in given])
-    return _packed(program, buffers, arguments)
+    order = taken if platform == "tpu" else lifetimes
+    buffers = order(program, [program.arguments[i] for i in given])
+    room = None if capacity is None else capacity - arguments - _KEPT_FREE
+    return _packed(program, buffers, arguments, room)
 
 
 # ---- the heap
 
 
-def _packed(program: Buffers, buffers: list[Buffer], arguments: int) -> Footprint:
+def _packed(program: Buffers, buffers: list[Buffer], arguments: int, room: int | None) -> Footprint:
     ticks = len(program.ops) + 1
     change = [0] * (ticks + 1)
     for buffer in buffers:
@@ -97,22 +103,29 @@ def _packed(program: Buffers, buffers: list[Buffer], arguments: int) -> Footprin
     peak = max(levels, default=0)
     small = [b for b in buffers if b.bytes < peak * _SMALL]
     large = [b for b in buffers if b.bytes >= peak * _SMALL]
-    temp = max(_heap(large, program.platform) + min(sum(b.bytes for b in small), int(peak * 0.01)), peak)
+    temp = max(_heap(large, program.platform, room) + min(sum(b.bytes for b in small), int(peak * 0.01)), peak)
     moments = _moments(program, buffers, levels, arguments, temp / peak if peak else 1.0)
     return Footprint(arguments, temp, moments, _timeline(program, levels, arguments))
 
 
-def _heap(buffers: list[Buffer], platform: str) -> int:
+def _heap(buffers: list[Buffer], platform: str, room: int | None = None) -> int:
     """The height of a heap of these buffers, placed as XLA does: each in the tightest gap, the largest first.
 
-    XLA for TPUs places them in the order in which they begin, and only where that takes more than the device has (but
-    for 2.5 GiB) the largest first.
+    XLA for TPUs places them in the order in which they begin, and only where that takes more than its `room` the
+    largest first.
     """
-    in_order = platform == "tpu"
-    order = sorted(buffers, key=lambda b: (b.begin if in_order else 0, -b.bytes, b.begin - b.end, b.begin))
+    if platform == "tpu":
+        height = _height(sorted(buffers, key=lambda b: (b.begin, -b.bytes, b.begin - b.end)))
+        if room is None or height <= room:
+            return height
+    return _height(sorted(buffers, key=lambda b: (-b.bytes, b.begin - b.end, b.begin)))
+
+
+def _height(buffers: list[Buffer]) -> int:
+    """The height of a heap in which these buffers are placed one after the other, each in the tightest gap."""
     placed: list[tuple[int, int, Buffer]] = []  # by offset
     height = 0
-    for buffer in order:
+    for buffer in buffers:
         best, best_gap, top = None, None, 0
         for offset, end, other in placed:
             if other.end < buffer.begin or other.begin > buffer.end:

@@ -111,6 +111,22 @@ def origin(op: Op) -> Op:
     return op
 
 
+def gather_once(ops: Sequence[Op]) -> None:
+    """Makes other names of what is gathered from the same parts once more, outside of loops over layers.
+
+    What is computed again stays so: it is behind a barrier.
+    """
+    first: dict[tuple, Op] = {}
+    for op in ops:
+        if op.kind == "collective" and not op.inner and op.inputs and op.bytes > op.inputs[0].bytes:
+            source = op.inputs[0]
+            while source.kind == "alias" and source.name != "optimization_barrier":
+                source = source.inputs[0]
+            same = first.setdefault((id(source), op.loops, op.name, str(op.aval), op.cuts), op)
+            if same is not op:
+                op.kind, op.inputs = "alias", (same,)
+
+
 def may_be_cut(op: Op) -> bool:
     """Whether a loop's first carry can be made in parts: something filled in, whole as far as is known."""
     return max(op.cuts, default=1) == 1 and math.prod(getattr(op.aval, "shape", ())) > 1 and is_fill(op)

@@ -331,6 +331,7 @@ class Planner:
             platform=self.hardware.platform,
             capability=None if target is None else target.capability,
             spread=self.devices > self.hardware.scale_up_devices,
+            capacity=None if target is None else target.device_bytes,
             donated=donated,
         )
 

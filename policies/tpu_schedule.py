@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from .local_sizes import local_shape
-from .operations import SCATTERS, Op
+from .operations import SCATTERS, Op, is_fill
 
 
 def fetches(ops: list[Op]) -> bool:
@@ -63,10 +63,120 @@ def added(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
     return {id(op) for op, by in only if len(by) == 1 and by[0].kind == "fused" and by[0].name in ("add", "add_any")}
 
 
+def taken_in(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
+    """What only the kernel of a matrix product reads, which computes it on the way, by id: softmax's result.
+
+    - `root`: what an operation is another name of.
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for source in op.inputs if op.kind != "alias" else ():
+            readers.setdefault(id(root(source)), []).append(op)
+    found = ((op, readers.get(id(op), [])) for op in ops if op.kind == "fused" and "attention" in op.stack)
+    return {id(op) for op, by in found if len(by) == 1 and by[0].name == "dot_general"}
+
+
+def shifted(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
+    """Scores less their rows' maxima, by id, that are in memory beside the scores: where a device has some sequences.
+
+    With one, the kernel of the product finds the maxima as it goes.
+    """
+    found = set()
+    for op in ops:
+        if op.name == "exp" and "attention" in op.stack:
+            less = root(op.inputs[0])
+            shape = local_shape(less.aval, less.cuts)
+            if less.name == "sub" and len(shape) > 3 and shape[0] > 1:
+                found.add(id(less))
+    return found
+
+
+def masked(
+    ops: list[Op], made: set[int], begins: dict[int, int], last: dict[int, int], root: Callable[[Op], Op]
+) -> set[int]:
+    """What grouped products read that rows of no group are masked from, by id: copies beside what they are of.
+
+    One kernel makes all of a shape in a step, each once, where the last of what it reads is there; put into `begins`,
+    and into `last` where that is read last for several products.
+    """
+    read = {id(root(source)) for op in ops if op.name == "ragged_dot_general" for source in op.inputs}
+    groups: dict[tuple, list[tuple[Op, Op]]] = {}
+    for op in ops:
+        if op.name == "select_n" and op.inner and id(op) in made and id(op) in read:
+            for source in map(root, op.inputs):
+                stays = source.name == "gather" or source.kind == "copy"
+                if stays and id(source) in made and source.bytes == op.bytes and source.loops == op.loops:
+                    groups.setdefault((op.loops, local_shape(op.aval, op.cuts)), []).append((op, source))
+    for pairs in groups.values():
+        first: dict[int, Op] = {}
+        for op, source in pairs:
+            same = first.setdefault(id(source), op)
+            if same is not op and id(op) in last:
+                made.discard(id(op))
+                last[id(same)] = max(last.get(id(same), -1), last[id(op)])
+        shape = local_shape(pairs[0][0].aval, pairs[0][0].cuts)
+        others = [
+            begins.get(id(root(op)), root(op).time)
+            for op in ops
+            if op.name == "select_n" and op.loops == pairs[0][0].loops and local_shape(op.aval, op.cuts) == shape
+            for op in op.inputs
+            if id(root(op)) in made and root(op).kind == "fused" and local_shape(root(op).aval, root(op).cuts) == shape
+        ]
+        ready = max(others)
+        for op, _ in pairs:
+            begins[id(op)] = min(begins.get(id(op), op.time), ready)
+    return {id(op) for pairs in groups.values() for op, _ in pairs}
+
+
+def whole(ops: list[Op]) -> dict[int, int]:
+    """The bytes of gradients, by the id of their sum over devices, that stay whole until another one is added to them.
+
+    Sums over 8 and more devices are all-reduced, in bfloat16, and each device's part is taken where it is read. That is
+    at once but where a head's weight is the embedding's too, whose gradient comes last.
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for source in op.inputs:
+            readers.setdefault(id(source), []).append(op)
+    found = {}
+    for op in ops:
+        if op.name not in SCATTERS or op.inner or op.inputs[0].bytes < 8 * op.bytes:
+            continue
+        by = readers.get(id(op), [])
+        while len(by) == 1 and by[0].kind in ("alias", "fused") and len(by[0].inputs) == 1:
+            by = readers.get(id(by[0]), [])
+        if len(by) == 1 and by[0].name in ("add", "add_any"):
+            source = op.inputs[0]
+            found[id(op)] = source.bytes * 2 // source.aval.dtype.itemsize
+    return found
+
+
+def handed_on(op: Op) -> bool:
+    """Whether a value is there when the depth-first order comes by, though only the optimizer needs it.
+
+    So is what a loop leaves, and a product of experts: these follow each other in the order of the program.
+    """
+    todo = [op]
+    while todo:
+        op = todo.pop()
+        if op.kind == "carry" or op.name == "ragged_dot_general":
+            return True
+        if op.kind in ("fused", "alias"):
+            todo.extend(op.inputs)
+    return False
+
+
+def sums(op: Op) -> bool:
+    """Whether it adds up, over devices, products of which each device has a part, and leaves each a part of the sum."""
+    if op.name == "sharding_constraint" and op.kind == "collective":
+        return op.inputs[0].partial and op.bytes < op.inputs[0].bytes
+    return op.name in SCATTERS
+
+
 def summed_at(ops: list[Op]) -> dict[int, int]:
     """Where the sums over devices in a loop's step run, by id: all of them where the last one does, combined."""
-    last = {op.loops: op.time for op in ops if op.inner and op.name in SCATTERS}
-    return {id(op): last[op.loops] for op in ops if op.inner and op.name in SCATTERS}
+    last = {op.loops: op.time for op in ops if op.inner and sums(op)}
+    return {id(op): last[op.loops] for op in ops if op.inner and sums(op)}
 
 
 def early(
@@ -128,3 +238,22 @@ def together(
             begins[id(op)] = begin
         for key in keys:
             kernels.setdefault(key, []).append(begin)
+
+
+def waits(op: Op, moves: bool, listed: bool, root: Callable[[Op], Op]) -> bool:
+    """Whether XLA puts an operation where its result is needed, past whole loops.
+
+    `moves`: whether a loop's steps read what waits on the host. XLA for TPUs then has its first step before it, which a
+    collective runs beside, and leaves the gradients of single layers until after it. Otherwise it sums gradients at
+    once but for those that a loop leaves, such as a head's: so they lie in the depth-first order of a program. Its list
+    scheduler sums them at once too.
+    """
+    if recomputed(op) or (op.kind == "fused" and is_fill(op)):
+        return True
+    if op.kind == "collective":
+        if op.name in SCATTERS and not op.inner:
+            waits = root(op.inputs[0]).kind != "carry" if moves else handed_on(op.inputs[0])
+            return waits and not listed
+        return not op.inner and not moves
+    # The gradients of a layer outside of loops, for which the optimizer waits.
+    return moves and op.kind == "hard" and not op.inner and op.name in ("dot_general", "ragged_dot_general")

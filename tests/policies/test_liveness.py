@@ -21,6 +21,7 @@ from overspill.policies.lifetimes import Buffer, lifetimes
 from overspill.policies.liveness import Footprint, _heap, footprint
 from overspill.policies.local_sizes import cuts_of, local_shape, reshape_cuts
 from overspill.policies.machines import hardware
+from overspill.policies.tpu_orders import expected
 from overspill.policies.tpu_schedule import recomputed
 
 N = 256
@@ -233,7 +234,8 @@ def step_of(model, target, placement, **options):
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((state, batch))]
     place = find_target(target)
     spread = hardware(target).scale_up_devices < layout.mesh.size
-    where = {"platform": place.platform, "capability": place.capability, "spread": spread}
+    where = {"platform": place.platform, "capability": place.capability, "spread": spread,
+             "capacity": place.device_bytes}
     return footprint(step.trace(state, batch), shardings, **where, donated=len(jax.tree.leaves(state)))
 
 
@@ -300,18 +302,42 @@ def test_steps_that_are_further_off(model, target, placement, options, arguments
 # fmt: off
 RECORDED_TPU = [
     # model, placement, options, bytes of the compiler's heap (tpu-v5p)
-    ("llama-3.1-8b", "recompute_all", {"mesh": "fsdp=8", "layers": 8}, 7557431296),
-    ("llama-3.1-8b", "save_all", {"mesh": "fsdp=8", "layers": 8}, 11588157440),
-    ("llama-3.1-8b", "offload_all", {"mesh": "fsdp=8", "layers": 8}, 5722374144),
-    ("llama-3.1-8b", "offload_qkv", {"mesh": "fsdp=8", "layers": 8}, 6427852800),
-    ("llama-3.1-8b", "offload_all", {"mesh": "fsdp=4,tensor=2", "layers": 16, "length": 8192}, 9789308928),
+    ("llama-3.1-8b", "recompute_all", {"mesh": "fsdp=8", "layers": 8}, 5554454528),
+    ("llama-3.1-8b", "save_all", {"mesh": "fsdp=8", "layers": 8}, 9585180672),
+    ("llama-3.1-8b", "offload_all", {"mesh": "fsdp=8", "layers": 8}, 5722521600),
+    ("llama-3.1-8b", "offload_qkv", {"mesh": "fsdp=8", "layers": 8}, 5670944768),
+    ("llama-3.1-8b", "offload_all", {"mesh": "fsdp=4,tensor=2", "layers": 16, "length": 8192}, 9777905664),
+    ("llama-3.1-8b", "offload_all", {"mesh": "fsdp=16", "rows": 32, "layers": 8}, 11877498880),
+    ("llama-3.2-1b", "recompute_all", {"mesh": "fsdp=4", "layers": 4}, 4290904064),
+    ("llama-3.2-3b", "recompute_all", {"mesh": "fsdp=8", "layers": 8}, 4410408960),
+    ("llama-3.2-3b", "offload_all", {"mesh": "fsdp=8", "layers": 8}, 4539138048),
+    ("llama-3.3-70b", "recompute_all", {"mesh": "fsdp=64"}, 20833304576),
+    ("llama-3.1-405b", "recompute_all", {"mesh": "fsdp=64", "layers": 6}, 22656811008),
+    ("llama-3.1-405b", "offload_all", {"mesh": "fsdp=64", "layers": 6}, 23686987776),
     ("deepseek-v2-lite", "recompute_all", {"mesh": "expert=8", "layers": 8}, 12221186048),
     ("deepseek-v2-lite", "offload_all", {"mesh": "expert=8", "layers": 8}, 14396964864),
-    ("deepseek-v3", "recompute_all", {"mesh": "fsdp=16,expert=8", "layers": 8, "length": 2048}, 31393284096),
+    ("deepseek-v2-lite", "save_all", {"mesh": "fsdp=2,expert=4", "layers": 6}, 15962931200),
+    ("deepseek-v3", "recompute_all", {"mesh": "fsdp=8,expert=16", "layers": 6}, 61558636544),
+    ("qwen3-30b-a3b", "recompute_all", {"mesh": "expert=8", "layers": 8}, 14466826240),
     ("mixtral-8x7b", "recompute_all", {"mesh": "expert=8", "layers": 4, "length": 2048}, 8944467968),
     ("mixtral-8x7b", "offload_mlp", {"mesh": "expert=8", "layers": 4, "length": 2048}, 9590308864),
 ]
 # fmt: on
+
+
+# Where the simulation is known to be off, and by how much: simulated bytes by the compiler's, arguments included.
+OFF_TPU = [
+    ("deepseek-v3", "recompute_all", {"mesh": "fsdp=16,expert=8", "layers": 8, "length": 2048}, 29120249856, 0.94),
+    ("deepseek-v2-lite", "offload_mlp", {"mesh": "expert=8", "layers": 6, "length": 2048}, 8735178752, 0.91),
+    ("mixtral-8x7b", "offload_all", {"mesh": "expert=8", "layers": 4}, 15552512000, 0.94),
+    ("qwen3-30b-a3b", "offload_all", {"mesh": "fsdp=2,expert=8", "layers": 6}, 12689965056, 0.88),
+]
+
+
+@pytest.mark.parametrize("model, placement, options, heap, ratio", OFF_TPU)
+def test_steps_for_tpus_that_need_more_than_is_simulated(model, placement, options, heap, ratio):
+    found = step_of(model, "tpu-v5p", placement, **options)
+    assert found.device_bytes / (found.arguments + heap) == pytest.approx(ratio, abs=0.02)
 
 
 @pytest.mark.parametrize("model, placement, options, heap", RECORDED_TPU)
@@ -325,6 +351,45 @@ def test_tpus_place_buffers_as_they_begin():
     # What is freed first lies below a gap that the last one, which is larger, doesn't fit into.
     buffers = [Buffer(op, size, begin, end) for size, begin, end in ((2, 0, 1), (1, 1, 9), (3, 2, 9))]
     assert _heap(buffers, "tpu") == 6 and _heap(buffers, "cuda") == 4
+
+
+def test_tpus_place_the_largest_buffers_first_where_room_is_short():
+    op = Buffers(jax.make_jaxpr(jnp.sin)(square()), [None], "tpu").ops[0]
+    buffers = [Buffer(op, size, begin, end) for size, begin, end in ((2, 0, 1), (1, 1, 9), (3, 2, 9))]
+    assert _heap(buffers, "tpu", 6) == 6 and _heap(buffers, "tpu", 5) == 4
+
+
+def test_tpus_are_expected_to_hold_a_loops_carry_twice_where_it_begins():
+    def chain(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x @ w, length=4)[0] @ w
+
+    program = Buffers(jax.make_jaxpr(chain)(square(), square()), [None, None], "tpu")
+    buffers = lifetimes(program, [])
+    alive = max(sum(b.bytes for b in buffers if b.begin <= t <= b.end) for t in range(len(program.ops)))
+    assert all(expected(buffers, program.ops, listed) == alive + SQUARE for listed in (False, True))
+
+
+def test_tpus_take_the_order_that_is_expected_to_need_less():
+    """A head's gradient is summed before the layers' backward pass, where the list scheduler's order is taken."""
+    def sums(placement):
+        found = step_of("llama-3.1-8b", "tpu-v5p", placement, mesh="fsdp=8", layers=8)
+        top = max(found.moments, key=lambda moment: moment.bytes)
+        return [text for text, _ in top.live if "float32[128256,4096]" in text]
+
+    assert not sums("recompute_all")
+
+
+def test_what_is_gathered_twice_outside_loops_is_there_once():
+    def twice(x, w):
+        return cut(w, None, None) @ x + cut(w, None, None).T @ x
+
+    w = jax.ShapeDtypeStruct((N, N), jnp.float32, sharding=NamedSharding(MESH, P("a")))
+    closed = jax.make_jaxpr(twice)(square(), w)
+    gathers = {
+        platform: [op for op in Buffers(closed, [None, w.sharding], platform).ops if op.kind == "collective"]
+        for platform in ("tpu", "cuda")
+    }
+    assert len(gathers["tpu"]) == 1 and len(gathers["cuda"]) == 2
 
 
 def test_tpus_add_a_product_where_it_is_computed():

@@ -243,9 +243,10 @@ def together(
 def waits(op: Op, moves: bool, listed: bool, root: Callable[[Op], Op]) -> bool:
     """Whether XLA puts an operation where its result is needed, past whole loops.
 
-    `moves`: whether a loop's steps read what waits on the host. XLA for TPUs then has its first step before it, which a collective runs beside, and leaves the gradients of single
-    layers until after it. Otherwise it sums gradients at once but for those that a loop leaves, such as a head's: so
-    they lie in the depth-first order of a program. Its list scheduler sums them at once too.
+    `moves`: whether a loop's steps read what waits on the host. XLA for TPUs then has its first step before it,
+    which a collective runs beside, and leaves the gradients of single layers until after it. Otherwise it sums
+    gradients at once but for those that a loop leaves, such as a head's: so they lie in the depth-first order of a
+    program. Its list scheduler sums them at once too.
     """
     if recomputed(op) or (op.kind == "fused" and is_fill(op)):
         return True

@@ -131,7 +131,10 @@ class Objective:
         counts = self.assemble(params, buffers).counts(batch, mtp=self.mtp_weight > 0)
 
         def add(carry: tuple, part: Batch) -> tuple[tuple, None]:
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, gradient(params, part, counts)), None
+            found, sums = gradient(params, part, counts)
+            # XLA for TPUs would take sums over devices out of the loop, and stops with a failed check of its own.
+            found = {path: jax.lax.optimization_barrier(leaf) for path, leaf in found.items()}
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (found, sums)), None
 
         micro = jax.tree.map(lambda x: _split(x, self.accumulate, batch.tokens.shape[0]), batch)
         _, sums = jax.eval_shape(self._parts, params, buffers, jax.tree.map(lambda x: x[0], micro), counts)

@@ -402,3 +402,11 @@ def test_a_loop_over_micro_batches_is_compiled_once(gpu):
     assert outcome.error is None and not outcome.proof.faults
     (buffer,) = outcome.proof.compiled.evidence.host_buffers
     assert buffer.shape == (3, 2, 64, 128) and buffer.count == 1
+
+
+def test_micro_batches_with_a_head_of_its_own_are_compiled_for_tpus(tpu):
+    """XLA for TPUs stops where it can take the sums of the head's gradient over devices out of the loop."""
+    size = {"batch_size": 16, "sequence_length": 128, "layers": 1}
+    options = Options("llama-3.1-8b", tpu, mesh="fsdp=8", accumulate=2, placements=("recompute_all",), **size)
+    outcome = prepare(options).examine("recompute_all")
+    assert outcome.error is None and not outcome.proof.faults

@@ -1,6 +1,5 @@
 """`overspill plan`: where each activation of a model's training step should wait, and what that gives."""
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -14,6 +13,7 @@ from rich.console import Console
 from .. import __version__
 from ..policies.accelerators import target as find_target
 from ..policies.ahead import Ahead, CompileError, require_compiler
+from ..policies.calibrating import calibrated, installed
 from ..policies.machines import Hardware, hardware as find_hardware
 from ..policies.placing import place
 from ..policies.plan_plots import figure_class
@@ -80,9 +80,8 @@ def prepare(options: Options) -> "Planning":
         if target is None:
             find_target(options.hardware)  # raises, naming what can be compiled for
         require_compiler(target.platform)
-    if options.calibrate is None and target is not None:
-        with contextlib.suppress(ModuleNotFoundError):
-            calibrates = bool(require_compiler(target.platform))
+    if options.calibrate is None:
+        calibrates = installed(hardware)
     for path in (options.json, options.plot):
         check_file(path)
     if options.plot is not None and options.plot.suffix not in (".png", ".pdf", ".svg"):
@@ -218,7 +217,7 @@ class Planning:
     def _calibrated(self, planner: Planner, plan: Plan, say: Callable[..., None]) -> Plan:
         """A plan with the compiler's bytes. One that nobody asked for may fail: then the simulated plan stays."""
         try:
-            return planner.calibrated()
+            return calibrated(planner)
         except CompileError as error:
             if self.options.calibrate:
                 raise

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 from overspill import policies
-from overspill.policies import Activation, Infeasible, Placement, plan
+from overspill.policies import Activation, Infeasible, Placement, calibrating, plan
 from overspill.policies.ahead import CompileError
 from overspill.policies.blocks import read_blocks
 from overspill.policies.machines import hardware
@@ -21,6 +21,16 @@ from overspill.policies.problem import recomputed
 from overspill.policies.programs import Program
 
 WIDE, NARROW, ROWS, LENGTH = 2048, 1024, 16, 80
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch):
+    """Plans are simulated here, whatever is installed."""
+
+    def missing(platform):
+        raise ModuleNotFoundError(f"no compiler for {platform}")
+
+    monkeypatch.setattr(calibrating, "require_compiler", missing)
 
 
 class Feed(eqx.Module):
@@ -254,17 +264,17 @@ def compiler(monkeypatch, planner, **options):
 
 def test_a_calibrated_plan_needs_what_the_compiler_says(monkeypatch, tight):
     asked = compiler(monkeypatch, tight, more=9 * BYTES).asked
-    made = tight.calibrated()
+    made = tight.best(True)
     assert 2 <= len(asked) <= 5  # what was predicted to fit didn't
     assert (made.decision, made.device_bytes) in asked
-    assert made.calibrated and made.simulated_bytes == tight._needed(made.decision) < made.device_bytes
+    assert made.calibrated and made.simulated_bytes == tight.needed(made.decision) < made.device_bytes
     assert made.device_bytes <= tight.problem.limits.device_bytes
     assert made.seconds >= tight.plan().seconds
 
 
 def test_a_calibrated_plan_uses_what_the_compiler_leaves(monkeypatch, tight):
     asked = compiler(monkeypatch, tight, more=-12 * BYTES).asked
-    made = tight.calibrated()
+    made = tight.best(True)
     assert made.seconds < tight.plan().seconds and len(asked) > 1
     assert made.device_bytes <= tight.problem.limits.device_bytes
 
@@ -272,14 +282,35 @@ def test_a_calibrated_plan_uses_what_the_compiler_leaves(monkeypatch, tight):
 def test_a_plan_that_fits_is_not_compiled_for_a_gain_too_small(monkeypatch, tight):
     roomy = tight.limited(device_bytes=10 * tight.plan().device_bytes)
     asked = compiler(monkeypatch, roomy, more=-BYTES).asked
-    assert roomy.calibrated().calibrated and len(asked) == 1
+    assert roomy.best(True).calibrated and len(asked) == 1
     assert not roomy.plan().calibrated
+
+
+def test_a_compiler_that_is_installed_is_asked(monkeypatch):
+    def needs(planner, plan, target):
+        return types.SimpleNamespace(error=None, device_bytes=plan.simulated_bytes + BYTES)
+
+    def fails(planner, plan, target):
+        raise CompileError("it stumbled")
+
+    options = {"hardware": "h100", "layers": 2, "reserved_bytes": 3 * BYTES}
+    assert not plan(FEED, X, **options).calibrated
+    monkeypatch.setattr(calibrating, "require_compiler", lambda platform: "one")
+    monkeypatch.setattr(Planner, "compiled", needs)
+    made = plan(FEED, X, **options)
+    assert made.calibrated and made.device_bytes == made.simulated_bytes + BYTES + 3 * BYTES
+    assert not plan(FEED, X, **options, calibrate=False).calibrated
+    assert not plan(FEED, X, **options | {"hardware": "rtx-4090"}).calibrated  # which can't be compiled for
+    monkeypatch.setattr(Planner, "compiled", fails)
+    assert not plan(FEED, X, **options).calibrated
+    with pytest.raises(CompileError, match="it stumbled"):
+        plan(FEED, X, **options, calibrate=True)
 
 
 def test_a_compiler_that_refuses_is_given_less(monkeypatch, tight):
     before = tight.plan().device_bytes
     asked = compiler(monkeypatch, tight, most=before - 1).asked
-    made = tight.calibrated()
+    made = tight.best(True)
     assert len(asked) > 1 and made.device_bytes < before
     assert made.seconds >= tight.plan().seconds
 
@@ -287,7 +318,7 @@ def test_a_compiler_that_refuses_is_given_less(monkeypatch, tight):
 def test_a_compiler_that_never_has_enough(monkeypatch, tight):
     compiler(monkeypatch, tight, most=-1)
     with pytest.raises((CompileError, Infeasible)):
-        tight.calibrated()
+        tight.best(True)
     with pytest.raises(ValueError, match="there is no target"):
         plan(FEED, X, hardware="rtx-4090", layers=2, calibrate=True)
 

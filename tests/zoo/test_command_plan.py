@@ -7,6 +7,7 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
+from overspill.policies import calibrating
 from overspill.policies.plan_reasons import format_seconds
 from overspill.zoo import planning
 from overspill.zoo.command import app
@@ -143,7 +144,8 @@ def compiler(monkeypatch):
             raise said.error
         return types.SimpleNamespace(error=None, device_bytes=plan.simulated_bytes + said.more)
 
-    monkeypatch.setattr(planning, "require_compiler", lambda platform: "one")
+    for module in (planning, calibrating):
+        monkeypatch.setattr(module, "require_compiler", lambda platform: "one")
     monkeypatch.setattr(planning.Planner, "compiled", compiled)
     return said
 
@@ -176,7 +178,7 @@ def test_without_a_compiler_memory_is_simulated(monkeypatch):
     def missing(platform):
         raise ModuleNotFoundError("pip install 'overspill[gpu-compile]'")
 
-    monkeypatch.setattr(planning, "require_compiler", missing)
+    monkeypatch.setattr(calibrating, "require_compiler", missing)
     assert "; simulated" in run(*QUICK).output
 
 

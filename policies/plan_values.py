@@ -158,9 +158,11 @@ def binding(plan: "Plan") -> tuple[str, ...]:
         least = problem.repeats * math.fsum(g.layers * (g.forward_seconds + g.backward_seconds) for g in problem.groups)
         if outcome.seconds <= (least + unavoidable(plan) + problem.outside_seconds) * (1 + 1e-12):
             return ("compute",)
+        # The plan was simulated, and may be slower than the best by sums, which other limits are tried by.
+        best = min(problem.evaluate(solve(problem)).seconds, outcome.seconds)
         found = [
             name for name, limit in zip(_MEMORIES, ("device_bytes", "host_bytes"), strict=True)
-            if _without_limit(problem, limit) < outcome.seconds * (1 - _WORTH)
+            if _without_limit(problem, limit) < best * (1 - _WORTH)
         ]  # fmt: skip
         if not late and _other_choice(plan, plan.marginal().link):
             # The fuller way; the one out, which the shorter pass has to hide, where there is none yet.

@@ -72,6 +72,10 @@ def said(plan):
     return {one.path: one.why for one in plan.choices}
 
 
+def test_memory_that_is_not_full_does_not_bind_a_plan_that_could_be_faster():
+    assert make(block(ONE, WANTED), limits=limits(), decision=((RECOMPUTE,),)).binding == ("compute",)
+
+
 def test_it_says_where_device_memory_is_known_from():
     plan = make(block(ONE, WANTED), limits=limits())
     assert "; simulated" in str(plan) and plan.as_json()["calibrated"] is False

@@ -44,19 +44,25 @@ def calibrated(planner: "Planner") -> Plan:
             found = dataclasses.replace(planner.known(plan.decision, size, plan.solve_seconds), calibrated=True)
             if planner.problem.fits(found.outcome) and (best is None or found.seconds < best.seconds):
                 best = found
+        following, short, share = None, None, _SPARE
         try:
-            following, share = planner.planned(more), _SPARE
+            following = planner.planned(more)
             # A TPU's compiler says of what it refuses only that: more memory is left out until another is best.
             while compiled.error is not None and following.decision in tried:
                 more += round(share * plan.device_bytes)
                 following, share = planner.planned(more), 2 * share
-        except Infeasible:
-            if best is None:
-                raise
+        except Infeasible as error:
+            following, short = None, error
+        if best is None and (following is None or following.decision in tried):
+            # What another plan was off by says little of the smallest.
+            following = planner.smallest()
+            if following.decision in tried and short is not None:
+                raise short
+        if following is None or following.decision in tried:
             break
-        if following.decision in tried or (best and following.seconds > (1 - _WORTH) * best.seconds):
+        if best is not None and following.seconds > (1 - _WORTH) * best.seconds:
             break
         plan = following
     if best is None:
-        raise CompileError(f"after {_ROUNDS} compilations nothing that fits {target.description} was found")
+        raise CompileError(f"after {len(tried)} compilations nothing that fits {target.description} was found")
     return best

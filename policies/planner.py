@@ -26,7 +26,7 @@ from .pricing import Prices
 from .problem import Decision, Limits, Problem
 from .programs import Program
 from .scaling import bisected, largest, stretched
-from .settling import fits, settled, shifted
+from .settling import fits, settled, shifted, smallest
 from .spaces import HOST_MEMORY
 from .staging import Reference, phases
 
@@ -213,6 +213,11 @@ class Planner:
     def fits(self) -> bool:
         """Whether some plan keeps to the limits."""
         return fits(self.problem, self.needed, [reference.decision for reference in self.references])
+
+    def smallest(self) -> Plan:
+        """The plan that is simulated to need the least device memory. Raises Infeasible where the host is too small."""
+        decision = smallest(self.problem, self.needed, [reference.decision for reference in self.references])
+        return self.known(decision, self.needed(decision), 0.0)
 
     def largest_batch(self) -> int:
         """The most sequences of a step, in as many micro-batches, with which some decision fits; 0 where none does.

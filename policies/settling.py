@@ -75,14 +75,18 @@ def _search(problem: Problem, needed: Callable[[Decision], Number], seconds: Num
     return found
 
 
+def smallest(problem: Problem, simulated: Callable[[Decision], Number], others: Sequence[Decision] = ()) -> Decision:
+    """What is simulated to need the least device memory, of the least by sums and `others`. Raises `Infeasible`."""
+    least, _ = least_memory(problem)
+    return min((least, *(decision for decision in others if _on_host(problem, decision))), key=simulated)
+
+
 def fits(problem: Problem, simulated: Callable[[Decision], Number], others: Sequence[Decision] = ()) -> bool:
     """Whether `settled` finds anything."""
     try:
-        smallest, _ = least_memory(problem)
+        return simulated(smallest(problem, simulated, others)) <= problem.limits.device_bytes
     except Infeasible:  # not even on the host
         return False
-    candidates = (smallest, *(decision for decision in others if _on_host(problem, decision)))
-    return any(simulated(decision) <= problem.limits.device_bytes for decision in candidates)
 
 
 def shifted(problem: Problem, size: Number) -> Problem:

@@ -113,7 +113,9 @@ def test_collectives_of_presets(inspected):
     # Attention and MLP sum their features, forward and backward; copies of weights add up their gradients.
     assert found.of("all-reduce", "tensor").runs >= 2 * 2 * layers
     assert found.of("all-reduce", "data").runs >= layers
-    assert not found.of("all-to-all")
+    # Features of tokens from those that store them, and their gradients back.
+    exchanged = found.of("all-to-all")
+    assert exchanged.runs == 2 and {entry.axes for entry in exchanged} == {("fsdp",)}
 
 
 def test_data_parallelism_only_sums():

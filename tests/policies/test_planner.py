@@ -286,6 +286,24 @@ def test_a_plan_that_fits_is_not_compiled_for_a_gain_too_small(monkeypatch, tigh
     assert not roomy.plan().calibrated
 
 
+def test_the_smallest_plan_is_compiled_before_nothing_is_said_to_fit(monkeypatch, tight):
+    smallest = tight.smallest().decision
+    most = math.floor(tight.problem.limits.device_bytes)
+    over = {"much": 2 * most, "a little": most + 1}
+
+    def compiled(planner, plan, target):
+        size = planner.needed(plan.decision) if plan.decision == smallest else over[way]
+        return types.SimpleNamespace(error=None, device_bytes=size)
+
+    monkeypatch.setattr(Planner, "compiled", compiled)
+    for way in over:
+        made = tight.best(True)
+        assert made.decision == smallest and made.calibrated
+    smallest = None
+    with pytest.raises((Infeasible, CompileError)):
+        tight.best(True)
+
+
 def test_a_compiler_that_is_installed_is_asked(monkeypatch):
     def needs(planner, plan, target):
         return types.SimpleNamespace(error=None, device_bytes=plan.simulated_bytes + BYTES)

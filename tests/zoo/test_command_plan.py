@@ -115,12 +115,11 @@ def test_a_plot_is_drawn(tmp_path):
 
 def test_verifying_compiles_the_planned_step(gpu, tmp_path):
     path = tmp_path / "plan.json"
-    # A fast link, and layers large enough: moving takes memory of its own.
-    options = planning.Options("llama-3.1-8b", "gb200", mesh="fsdp=2", global_batch=2, sequence=2048, layers=8)
-    arguments = ["llama-3.1-8b", "--hardware", "gb200", "--mesh", "fsdp=2", "--global-batch", "2", "--sequence", "2048",
-                 "--layers", "8"]  # fmt: skip
+    # A fast link, and layers enough: moving takes memory of its own.
+    options = planning.Options("llama-3.1-8b", "gb200", mesh="fsdp=2", global_batch=2, sequence=4096)
+    arguments = ["llama-3.1-8b", "--hardware", "gb200", "--mesh", "fsdp=2", "--global-batch", "2", "--sequence", "4096"]
     recomputed, kept, _ = (one.footprint.device_bytes for one in planning.prepare(options).planner().references)
-    limit = (recomputed + 0.1 * (kept - recomputed)) / 2**30
+    limit = (recomputed + 0.2 * (kept - recomputed)) / 2**30
     result = run(*arguments, "--device-gib", f"{limit:.5f}", "--verify", "--json", str(path))
     assert result.exit_code == 0, result.output
     written = json.loads(path.read_text())

@@ -278,10 +278,11 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def compared(plan: Plan, proof: Proof) -> Table:
-    """Bytes as predicted without the compiler beside the compiler's."""
+    """Bytes as the plan has them, and as simulated where it asked the compiler, beside the compiler's."""
     compiled: Ahead = proof.compiled
     pairs = [
-        ("device memory", plan.simulated_bytes, compiled.device_bytes),
+        ("device memory", plan.device_bytes, compiled.device_bytes),
+        ("simulated without the compiler", plan.simulated_bytes, compiled.device_bytes),
         ("arguments of it", plan.footprint.arguments, compiled.device["argument"]),
         ("host memory: activations", plan.offloaded_bytes, compiled.evidence.host_buffer_bytes),
     ]

@@ -28,6 +28,7 @@ from .operations import (
     origin,
     platform_index,
     recut,
+    root_of,
 )
 
 _CALLS = {"pjit", "jit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint", "custom_jvp_call",
@@ -240,9 +241,7 @@ class Buffers:
         A parameter that steps gather along its last dimension: XLA for GPUs gathers along the first. And what was
         gathered along another dimension than the first, of which steps take slices, such as experts' weights.
         """
-        root = op
-        while root.kind == "alias":
-            root = root.inputs[0]
+        root = root_of(op)
         turned = op.kind == "argument" and not self._loops and len(op.cuts) > 1 and op.cuts[-1] > 1 and not op.host
         if root.kind == "collective" and len(root.cuts) > 2 and root.loops == self._loops:
             before = root.inputs[0].cuts

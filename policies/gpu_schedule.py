@@ -2,14 +2,7 @@
 
 from .buffers import Buffers
 from .kernels import writes_exponentials
-from .operations import Op, is_fill
-
-
-def root_of(op: Op) -> Op:
-    """What an operation is another name of."""
-    while op.kind == "alias":
-        op = op.inputs[0]
-    return op
+from .operations import Op, is_fill, root_of
 
 
 def slow_exchanges(program: Buffers) -> dict[tuple, int]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from . import tpu_schedule as schedule
 from .buffers import Buffers
-from .gpu_schedule import filled_for_loops, gathered_for_loops, root_of, slow_exchanges, tied
+from .gpu_schedule import filled_for_loops, gathered_for_loops, slow_exchanges, tied
 from .kernels import writes_exponentials
-from .operations import Op, cut_by_rows, is_fill, origin
+from .operations import Op, cut_by_rows, is_fill, origin, root_of
 
 # Elementwise but for where they put an element: what they write can't be where they read.
 _MOVING = {"gather", "concatenate", "slice", "dynamic_slice", "pad", "broadcast_in_dim"}
@@ -53,11 +53,11 @@ def lifetimes(program: Buffers, donated: list[Op], listed: bool = False, moves: 
     if tpu:
         schedule.together(ops, made, begins, root_of, _read)
         apart = schedule.shifted(ops, root_of) | schedule.masked(ops, made, begins, last, root_of)
-        for op in filter(schedule.fetched_ahead, ops):
-            if moves and id(op) in last:
-                begins[id(op)] = op.inner[0].begin
-                ahead.append(Buffer(op, op.bytes, op.inner[0].begin, op.inner[0].end))  # of the next step
         if moves:
+            for op in filter(schedule.fetched_ahead, ops):
+                if id(op) in last:
+                    begins[id(op)] = op.inner[0].begin
+                    ahead.append(Buffer(op, op.bytes, op.inner[0].begin, op.inner[0].end))  # of the next step
             schedule.early(ops, made, begins, root_of, _read)
     else:
         read = _begin_early(program, made, begins, last)
@@ -68,9 +68,7 @@ def lifetimes(program: Buffers, donated: list[Op], listed: bool = False, moves: 
     whole = schedule.whole(ops) if tpu else {}
 
     def buffer_of(op: Op) -> Buffer | None:
-        while op.kind == "alias":
-            op = op.inputs[0]
-        return buffers.get(id(op))
+        return buffers.get(id(root_of(op)))
 
     found = []
     for op in ops:

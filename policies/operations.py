@@ -111,6 +111,13 @@ def origin(op: Op) -> Op:
     return op
 
 
+def root_of(op: Op) -> Op:
+    """What an operation is another name of."""
+    while op.kind == "alias":
+        op = op.inputs[0]
+    return op
+
+
 def gather_once(ops: Sequence[Op]) -> None:
     """Makes other names of what is gathered from the same parts once more, outside of loops over layers.
 

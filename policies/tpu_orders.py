@@ -15,11 +15,11 @@ from .tpu_schedule import fetches
 
 def taken(program: Buffers, donated: list[Op]) -> list[Buffer]:
     """A program's buffers in the order that XLA expects to need less memory; `donated` as for `lifetimes`."""
-    plain, listed = (
-        expected(lifetimes(program, donated, listed, moves=False), program.ops, listed) for listed in (False, True)
-    )
-    found = lifetimes(program, donated, listed=listed < plain)
-    if listed < plain and not fetches(program.ops):
+    moves = fetches(program.ops)
+    orders = [lifetimes(program, donated, listed, moves=False) for listed in (False, True)]
+    plain, listed = (expected(order, program.ops, i == 1) for i, order in enumerate(orders))
+    found = lifetimes(program, donated, listed=listed < plain) if moves else orders[listed < plain]
+    if listed < plain and not moves:
         early = _begun_early(found, program.ops)
         for buffer in found:
             if buffer.op.kind in ("carry", "collective"):  # what is only filled in is filled in late again

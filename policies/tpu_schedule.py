@@ -49,15 +49,21 @@ def left(ops: list[Op], made: set[int], root: Callable[[Op], Op]) -> set[int]:
     return {id(op) for op in products if 4 * op.bytes <= max(source.bytes for source in op.inputs)}
 
 
+def _readers(ops: list[Op], root: Callable[[Op], Op]) -> dict[int, list[Op]]:
+    """By what is read, by id, the operations that do, under whichever name."""
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for source in op.inputs if op.kind != "alias" else ():
+            readers.setdefault(id(root(source)), []).append(op)
+    return readers
+
+
 def added(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
     """The matrix products, by id, that are added to something by the kernel that computes them, and so have no buffer.
 
     - `root`: what an operation is another name of.
     """
-    readers: dict[int, list[Op]] = {}
-    for op in ops:
-        for source in op.inputs if op.kind != "alias" else ():
-            readers.setdefault(id(root(source)), []).append(op)
+    readers = _readers(ops, root)
     products = [op for op in ops if op.kind == "hard" and op.name == "dot_general"]
     only = ((op, readers.get(id(op), [])) for op in products)
     return {id(op) for op, by in only if len(by) == 1 and by[0].kind == "fused" and by[0].name in ("add", "add_any")}
@@ -68,10 +74,7 @@ def taken_in(ops: list[Op], root: Callable[[Op], Op]) -> set[int]:
 
     - `root`: what an operation is another name of.
     """
-    readers: dict[int, list[Op]] = {}
-    for op in ops:
-        for source in op.inputs if op.kind != "alias" else ():
-            readers.setdefault(id(root(source)), []).append(op)
+    readers = _readers(ops, root)
     found = ((op, readers.get(id(op), [])) for op in ops if op.kind == "fused" and "attention" in op.stack)
     return {id(op) for op, by in found if len(by) == 1 and by[0].name == "dot_general"}
 
